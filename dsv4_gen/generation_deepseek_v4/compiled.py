@@ -1,0 +1,128 @@
+"""One graph to decode, one more to prefill in chunks, and never one per prompt length."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+
+from .forward import CACHE_NAME, reserve_call
+from .static_cache import DeepseekV4StaticCache, same_strides
+
+# Outputs that upstream collects with hooks, which cannot be compiled into one graph; a loss needs all logits at once.
+EAGER_ARGUMENTS = ("output_hidden_states", "output_attentions", "output_router_logits", "labels")
+
+
+class DeepseekV4StaticForward(nn.Module):
+    """A DeepSeek-V4 model that runs with a static cache: eager as it is, and one full graph when compiled.
+
+    Args:
+        model (`DeepseekV4ForCausalLM`): the model; nothing of it is copied.
+
+    Example:
+        >>> forward = DeepseekV4StaticForward(model)
+        >>> logits = forward(input_ids=prompt, cache=DeepseekV4StaticCache(model.config, max_cache_len=512)).logits
+    """
+
+    def __init__(self, model: DeepseekV4ForCausalLM):
+        super().__init__()
+        if not isinstance(model, DeepseekV4ForCausalLM):
+            raise TypeError(f"`DeepseekV4StaticForward` needs a DeepseekV4ForCausalLM, got a {type(model).__name__}.")
+        self.model = model
+
+    def forward(
+        self, input_ids: Tensor | None = None, *, cache: DeepseekV4StaticCache, **kwargs
+    ) -> MoeCausalLMOutputWithPast:
+        """Run a call's tokens through the model and bring `cache` up to date.
+
+        Args:
+            input_ids: `(batch, seq)`, or `inputs_embeds`: `(batch, seq, hidden_size)` among the keywords.
+            cache: the state.
+            kwargs: `attention_mask`, `logits_to_keep` and whatever else the model's forward takes.
+
+        Raises:
+            TypeError: `cache` is not a `DeepseekV4StaticCache`.
+            ValueError: see `DeepseekV4StaticCache.reserve`.
+        """
+        if not isinstance(cache, DeepseekV4StaticCache):
+            raise TypeError(f"`cache` must be a DeepseekV4StaticCache, got a {type(cache).__name__}.")
+        return self.model(input_ids=input_ids, **{CACHE_NAME: cache}, **kwargs)
+
+
+def compile_forward(
+    model: DeepseekV4ForCausalLM, *, prefill_chunk_size: int | None = None, **torch_compile_kwargs
+) -> Callable[..., MoeCausalLMOutputWithPast]:
+    """Compile a model's forward with a static cache: a fixed number of graphs, whatever the prompts.
+
+    Single tokens run through one compiled graph. Longer inputs run eagerly or, with `prefill_chunk_size`, through one
+    more graph, in chunks: the first is filled up with padding on the left, which changes nothing.
+
+    Args:
+        model: the model.
+        prefill_chunk_size: tokens per compiled chunk of a longer input.
+        torch_compile_kwargs: for `torch.compile`; `fullgraph=True` and `dynamic=False` unless they say otherwise.
+
+    Returns:
+        A function with the arguments and the result of `DeepseekV4StaticForward.forward`. Hidden states, attentions
+        and router logits are for eager calls: where they are asked for, nothing is compiled.
+
+    Raises:
+        ValueError: a `prefill_chunk_size` below 2. And in every call, before anything is written: see
+            `DeepseekV4StaticCache.reserve`.
+
+    Example:
+        >>> forward = compile_forward(model, prefill_chunk_size=256)
+        >>> logits = forward(input_ids=prompt, cache=cache, logits_to_keep=1).logits
+        >>> logits = forward(input_ids=logits.argmax(-1), cache=cache).logits
+    """
+    if prefill_chunk_size is not None and prefill_chunk_size < 2:
+        raise ValueError(f"`prefill_chunk_size` must be at least 2, got {prefill_chunk_size}.")
+    eager = DeepseekV4StaticForward(model)
+    compiled = torch.compile(eager, **{"fullgraph": True, "dynamic": False} | torch_compile_kwargs)
+
+    def forward(input_ids=None, *, cache, attention_mask=None, inputs_embeds=None, position_ids=None, **kwargs):
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        if (
+            inputs is None
+            or (inputs.shape[1] > 1 and prefill_chunk_size is None)
+            or any(kwargs.get(name) is not None or getattr(model.config, name, False) for name in EAGER_ARGUMENTS)
+        ):
+            return eager(
+                input_ids,
+                cache=cache,
+                attention_mask=attention_mask,
+                inputs_embeds=inputs_embeds,
+                position_ids=position_ids,
+                **kwargs,
+            )
+        token_mask = reserve_call(model, cache, inputs, attention_mask, position_ids)
+        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+        chunk_size = 1 if inputs.shape[1] == 1 else prefill_chunk_size
+        return _run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
+
+    return forward
+
+
+def _run_in_chunks(compiled, name, inputs, token_mask, chunk_size, *, logits_to_keep=0, **kwargs):
+    """Run `inputs` through `compiled` in chunks of one size, the first filled up with padding on the left."""
+    padding = -inputs.shape[1] % chunk_size
+    if padding:
+        inputs = torch.cat([inputs[:, :1].expand(-1, padding, *inputs.shape[2:]), inputs], dim=1)
+        token_mask = torch.nn.functional.pad(token_mask, (padding, 0), value=False)
+    # If all logits that are wanted come from the last chunk, every chunk makes no more than that many.
+    from_last_chunk = isinstance(logits_to_keep, int) and 0 < logits_to_keep < chunk_size
+    logits = []
+    for chunk, mask in zip(inputs.split(chunk_size, dim=1), token_mask.split(chunk_size, dim=1)):
+        output = compiled(
+            **{name: same_strides(chunk)},
+            token_mask=same_strides(mask),
+            logits_to_keep=logits_to_keep if from_last_chunk else 0,
+            **kwargs,
+        )
+        logits.append(output.logits)
+        if from_last_chunk:
+            del logits[:-1]
+    wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    output.logits = logits[0] if from_last_chunk else torch.cat(logits, dim=1)[:, padding:][:, wanted]
+    return output

@@ -1,0 +1,195 @@
+"""The forward with a static cache: upstream's model, weights and submodules, with the state addressed by position.
+
+Only two pieces differ from upstream: the loop over the layers, which places the call's tokens and hands each layer its
+own state, and the attention, which reads and writes that state.
+"""
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import Keys, attend
+from .cache_layers import DeepseekV4SlidingStaticLayer
+from .compression import compress
+from .positions import Chunk
+from .selection import chosen_entry_keys, entry_keys, window_keys
+from .static_cache import DeepseekV4StaticCache
+
+# transformers renamed `past_key_values` to `cache` in 5.24, in arguments and outputs alike.
+CACHE_NAME = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+# Queries of a prefill that attend together: bounds the memory of scores and masks, which grows with the product of
+# queries and keys.
+QUERY_BLOCK = 128
+
+
+@capture_outputs
+def model_forward(
+    model: nn.Module,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cache: DeepseekV4StaticCache | None = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    token_mask: Tensor | None = None,
+    **kwargs,
+) -> MoeModelOutputWithPast:
+    """`DeepseekV4Model.forward` with a static cache.
+
+    Args:
+        model: upstream's `DeepseekV4Model`.
+        input_ids: `(batch, seq)`, or `inputs_embeds`: `(batch, seq, hidden_size)`.
+        attention_mask: see `DeepseekV4StaticCache.reserve`.
+        position_ids: not needed, since rows count their own tokens; checked where given.
+        cache: the state, which is brought up to date.
+        token_mask: what `cache.reserve` returned, where the caller has reserved already (`generate` and
+            `compile_forward` do, outside of the graph); then no mask is needed.
+        kwargs: what upstream's decoder layers take.
+
+    Raises:
+        ValueError: neither or both of `input_ids` and `inputs_embeds`, and what `reserve_call` raises.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+    if inputs_embeds is None:
+        inputs_embeds = model.embed_tokens(input_ids)
+    if token_mask is None:
+        token_mask = reserve_call(model, cache, inputs_embeds, attention_mask, position_ids)
+    chunk = cache.place(token_mask)
+
+    position_ids = chunk.positions.clamp(min=0)  # padding is rotated like a first token; nobody sees it
+    position_embeddings = {
+        rope: model.rotary_emb(inputs_embeds, position_ids=position_ids, layer_type=rope)
+        for rope in ("main", "compress")
+    }
+    hidden_states = repeat(inputs_embeds, "b s d -> b s streams d", streams=model.config.hc_mult).contiguous()
+    for layer, state in zip(model.layers, cache.layers):
+        hidden_states = layer(
+            hidden_states,
+            input_ids=input_ids,
+            position_embeddings=position_embeddings,
+            position_ids=position_ids,
+            attention_mask=None,
+            chunk=chunk,
+            **{CACHE_NAME: state},
+            **kwargs,
+        )
+    cache.advance(token_mask)
+    return MoeModelOutputWithPast(last_hidden_state=model.norm(model.hc_head(hidden_states)), **{CACHE_NAME: cache})
+
+
+def reserve_call(
+    model: nn.Module,
+    cache: DeepseekV4StaticCache,
+    inputs: Tensor,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """Everything about a call that the host must settle before the graph runs: is it valid, and is there room?
+
+    Args:
+        model: upstream's `DeepseekV4ForCausalLM` or `DeepseekV4Model`.
+        inputs: `(batch, seq, ...)`, ids or embeddings.
+        attention_mask, position_ids: see `DeepseekV4StaticCache.reserve`.
+
+    Returns:
+        The mask of the call's own tokens, `(batch, seq)` bool.
+
+    Raises:
+        ValueError: a cache from another config, or what `reserve` raises.
+    """
+    (batch_size, seq), device = inputs.shape[:2], inputs.device
+    cache.check_config(model.config)
+    if torch.compiler.is_compiling():
+        return cache.reserve_unseen(batch_size, seq, device, attention_mask)
+    token_mask = cache.reserve(batch_size, seq, device, attention_mask, position_ids)
+    if not cache.is_initialized and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
+        # Before the graph, not in it. On several devices each layer allocates where its first keys turn up.
+        cache.early_initialization(batch_size, 1, model.config.head_dim, model.dtype, model.device)
+    return token_mask
+
+
+def attention_forward(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    position_embeddings: dict[str, tuple[Tensor, Tensor]],
+    chunk: Chunk,
+    state: DeepseekV4SlidingStaticLayer,
+    output_attentions: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """`DeepseekV4Attention.forward` with the state of a static cache.
+
+    Args:
+        attention: upstream's `DeepseekV4Attention`.
+        hidden_states: `(batch, seq, hidden_size)`.
+        position_embeddings: cos and sin, `(batch, seq, rope_dim / 2)` each, by rope type.
+        chunk: the tokens' positions.
+        state: this layer's state, which is brought up to date.
+        output_attentions: whether the weights are wanted.
+
+    Returns:
+        `(batch, seq, hidden_size)`, and the weights, `(batch, heads, seq, keys)`, or None. The keys are the ring's
+        slots, then, if the call has more than one token, the call's tokens, then the entries by number; what a query
+        does not see has weight 0.
+    """
+    cos, sin = position_embeddings[attention.rope_layer_type]
+    query_residual = attention.q_a_norm(attention.q_a_proj(hidden_states))
+    query = rearrange(attention.q_b_proj(query_residual), "b s (h d) -> b h s d", d=attention.head_dim)
+    query = apply_rotary_pos_emb(attention.q_b_norm(query), cos, sin)
+    kv = rearrange(attention.kv_norm(attention.kv_proj(hidden_states)), "b s d -> b 1 s d")
+    kv = apply_rotary_pos_emb(kv, cos, sin)
+
+    window, window_positions = state.update(kv, kv, chunk)
+    if state.compressor is not None:
+        compress(attention.compressor, hidden_states, state.compressor, chunk)
+    if state.indexer is not None:
+        compress(attention.compressor.indexer, hidden_states, state.indexer, chunk)
+
+    outputs, weights = [], []
+    # The weights of all queries stand beside each other, so they must be over the same keys: one block.
+    block_size = query.shape[2] if output_attentions else QUERY_BLOCK
+    for start in range(0, query.shape[2], block_size):
+        block = slice(start, start + block_size)
+        positions = chunk.positions[:, block]
+        keys = _block_window_keys(window, window_positions, positions, start, state)
+        if state.indexer is not None:
+            rotary = cos[:, block], sin[:, block]
+            keys.append(
+                chosen_entry_keys(
+                    state.compressor,
+                    state.indexer,
+                    attention.compressor.indexer,
+                    query_residual[:, block],
+                    hidden_states[:, block],
+                    rotary,
+                    positions,
+                    gather=query.shape[2] == 1 and not output_attentions,
+                )
+            )
+        elif state.compressor is not None:
+            keys.append(entry_keys(state.compressor, positions))
+        output, weight = attend(query[:, :, block], keys, attention.sinks, attention.scaling)
+        outputs.append(output)
+        weights.append(weight)
+
+    # Values carry RoPE, since they are keys; the rotation back at the query leaves the distance between the two.
+    output = apply_rotary_pos_emb(torch.cat(outputs, dim=2), cos, -sin)
+    groups = rearrange(output, "b (g h) s d -> b s g (h d)", g=attention.config.o_groups)
+    output = attention.o_b_proj(rearrange(attention.o_a_proj(groups), "b s g r -> b s (g r)"))
+    return output, weights[0] if output_attentions else None
+
+
+def _block_window_keys(
+    window: Tensor, window_positions: Tensor, positions: Tensor, start: int, state: DeepseekV4SlidingStaticLayer
+) -> list[Keys]:
+    """What `state.update` returned, less the tokens of the call that no query from `start` on can see."""
+    ring, size, end = slice(0, state.ring_size), state.sliding_window, start + positions.shape[1]
+    keys = [window_keys(window[:, ring], window_positions[:, ring], positions, size)]
+    if window.shape[1] > state.ring_size:
+        band = slice(state.ring_size + max(0, start - size + 1), state.ring_size + end)
+        keys.append(window_keys(window[:, band], window_positions[:, band], positions, size))
+    return keys
