@@ -3,57 +3,46 @@
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from dsv4_gen.benchmark.random_model import random_model
+
 SLIDING, HCA, CSA = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
 
 
 def tiny_config(**changes) -> DeepseekV4Config:
     """Boundaries that are cheap to cross: rates 4 and 16, a window of 32, `index_topk` 8, all kinds of layer."""
-    settings = dict(
-        vocab_size=128,
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        head_dim=32,
-        q_lora_rank=32,
-        num_experts_per_tok=2,
-        n_routed_experts=4,
-        layer_types=[SLIDING, CSA, HCA, CSA],
-        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
-        compress_rates={CSA: 4, HCA: 16},
-        sliding_window=32,
-        o_groups=2,
-        o_lora_rank=16,
+    settings = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "q_lora_rank": 32,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "layer_types": [SLIDING, CSA, HCA, CSA],
+        "compress_rates": {CSA: 4, HCA: 16},
+        "sliding_window": 32,
+        "o_groups": 2,
+        "o_lora_rank": 16,
         # With few heads many of the indexer's scores are exactly 0, and ties are broken by memory layout.
-        index_n_heads=16,
-        index_head_dim=16,
-        index_topk=8,
-        hc_mult=2,
-        max_position_embeddings=4096,
-        partial_rotary_factor=0.25,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    settings |= changes
-    kinds = settings["layer_types"]
-    settings["num_hidden_layers"] = len(kinds)
-    settings["mlp_layer_types"] = (settings["mlp_layer_types"] * len(kinds))[: len(kinds)]
-    return DeepseekV4Config(**settings)
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "hc_mult": 2,
+        "max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.25,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    } | changes
+    layers = len(settings["layer_types"])
+    settings.setdefault("mlp_layer_types", ["hash_moe"] + ["moe"] * (layers - 1))
+    return DeepseekV4Config(num_hidden_layers=layers, **settings)
 
 
-def tiny_model(seed: int = 0, **changes) -> DeepseekV4ForCausalLM:
-    """A model whose every weight is far enough from zero for a wrong cache to show."""
-    torch.manual_seed(seed)
-    model = DeepseekV4ForCausalLM(tiny_config(**changes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-        for layer in model.model.layers:
-            if layer.mlp.is_hash:
-                table = layer.mlp.gate.tid2eid
-                table.copy_(torch.rand(len(table), model.config.n_routed_experts).topk(table.shape[1]).indices)
-    return model.requires_grad_(False)
+def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> DeepseekV4ForCausalLM:
+    """A model of `tiny_config(**changes)` with random weights; logits are of scale 2 to 3."""
+    return random_model(tiny_config(**changes), dtype=dtype, seed=seed, scale=0.1)
 
 
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ from functools import wraps
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as upstream
 
 from .cache_layers import DeepseekV4SlidingStaticLayer
-from .forward import CACHE_NAME, attention_forward, model_forward, reserve_call
+from .forward import attention_forward, model_forward, reserve_call
 from .static_cache import DeepseekV4StaticCache
 
 _replaced: dict[tuple[type, str], Callable | None] = {}

@@ -1,4 +1,4 @@
-"""The static cache of a DeepSeek-V4 model: its layers, and the one thing that changes, how many tokens each row holds."""
+"""The static cache: the layers of a model, and the one thing that changes, how many tokens each row holds."""
 
 from collections import Counter
 
@@ -282,8 +282,8 @@ class DeepseekV4StaticCache(Cache):
         taken_back = int((self.high_water - self.lengths).max()) - tokens_to_remove
         if taken_back > self.max_rollback:
             raise ValueError(
-                f"Cannot take back {-tokens_to_remove} tokens: the cache was made with `max_rollback={self.max_rollback}`, "
-                f"and this would put it {taken_back} behind the longest it has been."
+                f"Cannot take back {-tokens_to_remove} tokens: that is {taken_back} behind the longest a row has been, "
+                f"and the cache was made with `max_rollback={self.max_rollback}`."
             )
         self.lengths.add_(tokens_to_remove)
         self.seq_length.add_(tokens_to_remove)
@@ -333,14 +333,14 @@ def new_token_mask(attention_mask: Tensor | None, batch_size: int, seq: int, dev
         return torch.ones(batch_size, seq, dtype=torch.bool, device=device)
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch_size or attention_mask.shape[1] < seq:
         raise ValueError(
-            f"The attention mask must be 2D, one row for each of the {batch_size} and a column for each of the {seq} new "
-            f"tokens (and, if you like, of those before), got the shape {tuple(attention_mask.shape)}."
+            f"The attention mask must have {batch_size} rows, and a column for each of the {seq} new tokens (and, if "
+            f"you like, of those before), but its shape is {tuple(attention_mask.shape)}."
         )
     return same_strides(attention_mask[:, -seq:]).to(device=device, dtype=torch.bool)
 
 
 def same_strides(tensor: Tensor) -> Tensor:
-    """A copy with the strides of a new tensor: a slice has those of the whole, which would make the compiler start over.
+    """A copy with the strides of a new tensor: a slice has those of the whole, for which the compiler starts over.
 
     `contiguous()` does not do, since it returns a slice of a single row as it is.
     """

@@ -1,0 +1,5 @@
+"""`python -m dsv4_gen`, see `cli.py`."""
+
+from .cli import main
+
+main()
