@@ -32,6 +32,7 @@ FAMILIES = {
     ),
     "deepseek_v3": dict(
         num_key_value_heads=4,
+        head_dim=8,
         q_lora_rank=32,
         kv_lora_rank=16,
         qk_rope_head_dim=8,

@@ -11,11 +11,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import Keys, attend
+from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .compression import compress
 from .positions import Chunk
-from .selection import chosen_entry_keys, entry_keys, window_keys
+from .selection import Keys, chosen_entry_keys, entry_keys, join, window_keys
 from .static_cache import DeepseekV4StaticCache
 
 # transformers renamed `past_key_values` to `cache` in 5.24, in arguments and outputs alike.
@@ -172,7 +172,7 @@ def attention_forward(
             )
         elif state.compressor is not None:
             keys.append(entry_keys(state.compressor, positions))
-        output, weight = attend(query[:, :, block], keys, attention.sinks, attention.scaling)
+        output, weight = attend(query[:, :, block], *join(keys), attention.sinks, attention.scaling)
         outputs.append(output)
         weights.append(weight)
 

@@ -1,13 +1,32 @@
 """The keys that a block of queries attends to: its window, and the entries it sees or its indexer chooses."""
 
+from typing import NamedTuple
+
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
-from .attention import Keys
 from .cache_layers import CompressorState, read
 from .positions import closed_windows, visible_in_window
+
+
+class Keys(NamedTuple):
+    """Some keys, which are values too, and who sees them.
+
+    Attributes:
+        kv: `(batch, keys, head_dim)`.
+        visible: `(batch, queries, keys)` bool.
+    """
+
+    kv: Tensor
+    visible: Tensor
+
+
+def join(keys: list[Keys]) -> Keys:
+    """All of them side by side."""
+    kv, visible = zip(*keys)
+    return Keys(torch.cat(kv, dim=1), torch.cat(visible, dim=2))
 
 
 def window_keys(kv: Tensor, key_positions: Tensor, query_positions: Tensor, sliding_window: int) -> Keys:
