@@ -59,8 +59,8 @@ def _demo(arguments: argparse.Namespace) -> None:
     print(format_table(rows))
     if any(row["same tokens, eager"] and not row["same tokens"] for row in rows):
         print(
-            f"A compiled graph rounds {model.dtype} where eager mode does not, and the other way round: texts part where "
-            "the best two tokens are closer than that. Compare eager with eager, or use float32."
+            f"A compiled graph rounds {model.dtype} in other places than eager mode. Texts part where the best two "
+            "tokens are closer than that: compare eager with eager, or use float32."
         )
     if tokenizer is not None:
         for text in tokenizer.batch_decode([row[0] for row in tokens]):

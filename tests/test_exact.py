@@ -112,7 +112,9 @@ def test_every_prompt_length_up_to_two_windows_of_the_coarser_kind_then_single_s
 def test_models_of_other_shapes(changes):
     model, rows = tiny_model(**changes), [random_ids(77), random_ids(75, seed=1)]
     cache = DeepseekV4StaticCache(model.config, max_cache_len=77)
-    for row, logits in zip(rows, static_logits(model, rows, [[30, 28], [1, 1], [2, 2], [40, 40]] + [[1, 1]] * 4, cache)):
+    for row, logits in zip(
+        rows, static_logits(model, rows, [[30, 28], [1, 1], [2, 2], [40, 40]] + [[1, 1]] * 4, cache)
+    ):
         torch.testing.assert_close(logits, dynamic_logits(model, row), atol=TOLERANCE, rtol=0)
 
 

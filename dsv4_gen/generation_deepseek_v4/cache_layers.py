@@ -173,12 +173,14 @@ class DeepseekV4SlidingStaticLayer(CacheLayerMixin):
             state.allocate(self.batch_size, self.dtype, self.device)
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, chunk: Chunk | None = None) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, chunk: Chunk | None = None, **kwargs
+    ) -> tuple[Tensor, Tensor]:
         """Write a call's keys, and return the keys that its queries may see, with their positions.
 
         Args:
             key_states: `(batch, 1, seq, head_dim)`.
-            value_states: the same tensor; here for upstream's signature.
+            value_states: the same tensor; here for upstream's signature, as is `kwargs`.
             chunk: the tokens' positions.
 
         Returns:
