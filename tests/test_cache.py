@@ -11,6 +11,7 @@ from tiny import CSA, HCA, SLIDING, random_ids, tiny_config, tiny_model
 from transformers import DeepseekV4Config, DynamicCache, LlamaConfig
 
 from dsv4_gen import DeepseekV4StaticCache
+from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
 from dsv4_gen.memory import cache_nbytes
 
 MODEL = tiny_model()
@@ -145,7 +146,7 @@ def test_a_deep_copy_is_independent():
 def test_the_overlap_is_found_by_upstreams_name(length):
     ids, static, dynamic = random_ids(1, length), new_cache(), DynamicCache(config=MODEL.config)
     MODEL(ids, cache=static)
-    MODEL(ids, cache=dynamic)
+    MODEL(ids, **{CACHE_NAME: dynamic})
     compressor = static.layers[1].compressor
     expected = dynamic.layers[1].overlap_kv["compressor"]
     torch.testing.assert_close(compressor.overlap_kv(static.lengths), expected, atol=1e-5, rtol=0)

@@ -134,4 +134,5 @@ def test_half_precision_follows_the_dynamic_cache(dtype):
     static = model(ids, cache=cache).logits
     dynamic = model(ids, use_cache=False).logits
     assert {tensor.dtype for name, tensor in cache.tensors().items() if "." in name} == {dtype}
-    assert (static - dynamic).abs().max() < 0.03 * dynamic.abs().max()
+    # The median, since rounding may send a token to another expert, or its query to another entry.
+    assert (static - dynamic).abs().median() < 0.01 * dynamic.std()
