@@ -6,7 +6,7 @@ length. Three things in transformers still stand in the way, and each has its fi
 | fix | what goes wrong without it | upstream | where |
 | --- | --- | --- | --- |
 | `sliding_window` | sliding-window layers compile a graph for every token | issue 44609 | `RingLayer` |
-| `layer_initialization` | the first chunk of a chunked prefill has a graph of its own | issue 46421 | `initialize_layers` |
+| `layer_initialization` | the first chunk of a prefill has a graph of its own | issue 46421 | `initialize_layers` |
 | `uniform_chunks` | chunked prefill compiles for every prompt length | issue 46421 | `make_chunk_uniform` |
 
 `apply_static_cache_fixes(model)` changes that instance alone, and `remove_static_cache_fixes(model)` undoes it:
@@ -17,6 +17,7 @@ length. Three things in transformers still stand in the way, and each has its fi
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -29,6 +30,7 @@ from transformers.cache_utils import (
     StaticCache,
     StaticLayer,
     StaticSlidingWindowLayer,
+    get_layer_types_and_kwargs,
 )
 from transformers.masking_utils import (
     LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
@@ -51,29 +53,36 @@ def apply_static_cache_fixes(model: PreTrainedModel) -> PreTrainedModel:
         model: any decoder model. Others, of the same class too, stay as they are.
 
     Returns:
-        The model.
+        The model. It can be copied, compiled and saved as before; take the fixes out before pickling it whole.
     """
     if "_static_cache_fixes" in vars(model):
         return model
     model._static_cache_fixes = needed()
     model._prefills_in_chunks = False
-    for method in (_prepare_static_cache, _prefill, prepare_inputs_for_generation):
+    methods = [_prepare_static_cache, _prefill, prepare_inputs_for_generation]
+    if "sliding_window" in model._static_cache_fixes and can_have_rings(model):
+        methods.append(forward_with_rings(type(model)))
+    names = [method.__name__ for method in methods]
+    # Methods are kept bound to the model, so that those of a deep copy are bound to the copy.
+    model._own_methods = {name: vars(model)[name] for name in names if name in vars(model)}
+    model._unfixed = {name: getattr(model, name) for name in names}
+    for method in methods:
         setattr(model, method.__name__, MethodType(method, model))
-    model._static_cache_hook = model.register_forward_pre_hook(fit_masks_to_rings, with_kwargs=True)
     return model
 
 
 def remove_static_cache_fixes(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `apply_static_cache_fixes`, and return the model. Does nothing to a model without fixes.
 
-    A cache that `generate` returned meanwhile still has rings, whose masks the model no longer makes: let it go.
+    A cache that `generate` returned meanwhile has rings, which the model no longer understands: let it go.
     """
     if "_static_cache_fixes" not in vars(model):
         return model
-    model._static_cache_hook.remove()
-    for name in ("_prepare_static_cache", "_prefill", "prepare_inputs_for_generation"):
+    for name in model._unfixed:
         delattr(model, name)
-    del model._static_cache_fixes, model._prefills_in_chunks, model._static_cache_hook
+    for name, method in model._own_methods.items():
+        setattr(model, name, method)
+    del model._static_cache_fixes, model._prefills_in_chunks, model._unfixed, model._own_methods
     return model
 
 
@@ -99,8 +108,7 @@ def _prepare_static_cache(
     model_kwargs: dict,
 ) -> Cache:
     """The cache that upstream builds for `generate`, with rings, and ready for a chunked prefill."""
-    cache = type(self)._prepare_static_cache(
-        self,
+    cache = self._unfixed["_prepare_static_cache"](
         cache_implementation=cache_implementation,
         batch_size=batch_size,
         max_cache_len=max_cache_len,
@@ -109,7 +117,7 @@ def _prepare_static_cache(
     )
     if type(cache) is not StaticCache:
         return cache
-    if "sliding_window" in self._static_cache_fixes and makes_masks_ahead(self):
+    if "forward" in self._unfixed and can_have_rings(self):
         # Upstream remembers how long the cache became, which is the longest that was ever asked for.
         replace_sliding_layers(cache, self._previous_max_cache_length)
     if "layer_initialization" in self._static_cache_fixes and prefill_chunk_size is not None:
@@ -121,14 +129,14 @@ def _prefill(self, input_ids: Tensor, generation_config: GenerationConfig, *args
     """Upstream's prefill, telling `prepare_inputs_for_generation` whether it is for chunks, which are compiled."""
     self._prefills_in_chunks = generation_config.prefill_chunk_size is not None
     try:
-        return type(self)._prefill(self, input_ids, generation_config, *args, **kwargs)
+        return self._unfixed["_prefill"](input_ids, generation_config, *args, **kwargs)
     finally:
         self._prefills_in_chunks = False
 
 
 def prepare_inputs_for_generation(self, *args, **kwargs) -> dict:
     """Keywords for the model's forward as upstream prepares them, those of chunks made uniform."""
-    inputs = type(self).prepare_inputs_for_generation(self, *args, **kwargs)
+    inputs = self._unfixed["prepare_inputs_for_generation"](*args, **kwargs)
     if self._prefills_in_chunks and "uniform_chunks" in self._static_cache_fixes:
         inputs = make_chunk_uniform(self, inputs, token_mask=kwargs.get("attention_mask"))
     return inputs
@@ -184,7 +192,7 @@ class RingLayer(StaticSlidingWindowLayer):
         return seen
 
     def columns(self, seq: int) -> Tensor:
-        """`(keys,)` positions of the keys that an `update` with `seq` tokens will return; negative for an empty slot."""
+        """`(keys,)` positions of the keys that an `update` with `seq` tokens will return, negative for none yet."""
         chunk = self.cumulative_length + torch.arange(seq, device=self.cumulative_length.device)
         if not self.is_initialized:
             return chunk
@@ -220,26 +228,43 @@ def replace_sliding_layers(cache: StaticCache, max_cache_len: int) -> None:
         cache.layers[index] = fixed
 
 
-def makes_masks_ahead(model: PreTrainedModel) -> bool:
-    """Whether the masks of a model are 4D tensors that upstream makes, as rings need.
+def can_have_rings(model: PreTrainedModel) -> bool:
+    """Whether a model has sliding windows, and all its masks are 4D tensors that upstream makes.
 
     They are not for flash and flex attention, nor for layer kinds whose masks are the model's own business.
     """
     config = model.config.get_text_config(decoder=True)
-    kinds = set(getattr(config, "layer_types", None) or [])
-    return config._attn_implementation in ("sdpa", "eager") and kinds <= set(LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING)
+    kinds = set(get_layer_types_and_kwargs(config)[0])
+    return (
+        not kinds.isdisjoint(WINDOWED_KINDS)
+        and kinds <= set(LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING) | {"dummy"}
+        and config._attn_implementation in ("sdpa", "eager")
+        and not model.config.is_encoder_decoder
+    )
 
 
-def fit_masks_to_rings(model: PreTrainedModel, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-    """Forward pre-hook: give sliding-window layers the columns of their masks that their rings hold.
+def forward_with_rings(model_class: type[PreTrainedModel]) -> Callable:
+    """A forward for models of a class, with its signature, that gives rings the columns of the masks that they hold."""
 
-    `generate` makes all masks ahead of the forward. For those who call the model themselves, with the cache that
-    `generate` returned, they are made here, since the model would make them where nobody can pick columns any more.
+    @functools.wraps(model_class.forward)
+    def forward(self, *args, **kwargs):
+        return self._unfixed["forward"](*args, **fit_masks_to_rings(self, args, kwargs))
+
+    return forward
+
+
+def fit_masks_to_rings(model: PreTrainedModel, args: tuple, kwargs: dict) -> dict:
+    """Keywords of a forward whose masks have the columns that the cache's rings hold.
+
+    `generate` makes all masks ahead. For those who call the model themselves, with the cache that `generate` returned,
+    they are made here, since the model would make them where nobody can pick columns any more.
+
+    This is in the graph, where picking columns costs next to nothing.
     """
     cache = kwargs.get(CACHE)
     ring = next((layer for layer in getattr(cache, "layers", []) if isinstance(layer, RingLayer)), None)
     if ring is None:
-        return None
+        return kwargs
     masks = kwargs.get("attention_mask")
     batch, seq = call_shape({"input_ids": args[0] if args else None} | kwargs)
     if masks is None or (isinstance(masks, Tensor) and masks.dim() == 2):
@@ -256,7 +281,7 @@ def fit_masks_to_rings(model: PreTrainedModel, args: tuple, kwargs: dict) -> tup
         masks = {kind: ring_mask(mask, columns) if kind in WINDOWED_KINDS else mask for kind, mask in masks.items()}
     else:
         masks = ring_mask(masks, columns)
-    return args, kwargs | {"attention_mask": masks}
+    return kwargs | {"attention_mask": masks}
 
 
 def ring_mask(mask: Tensor, columns: Tensor) -> Tensor:
@@ -331,26 +356,29 @@ def make_chunk_uniform(model: PreTrainedModel, inputs: dict, token_mask: Tensor 
         The keywords.
     """
     batch, seq = call_shape(inputs)
-    masks = inputs.get("attention_mask")
+    masks, cache = inputs.get("attention_mask"), inputs[CACHE]
     # A last chunk of one token is a decode step, whose masks upstream makes or leaves out always.
-    if seq > 1 and (masks is None or isinstance(masks, dict)):
+    if seq > 1 and cache.is_compileable and (masks is None or isinstance(masks, dict)):
         dtype = torch.long if token_mask is None else token_mask.dtype
-        everything = torch.ones(batch, seq, dtype=dtype, device=model.device)
-        causal = None
-        if model.config.get_text_config(decoder=True)._attn_implementation == "sdpa":
-            causal = first_chunk_mask(batch, seq, inputs[CACHE].get_max_length(), model.device)
-        if masks is None:
-            masks = causal
-        else:
-            left_out = {kind: everything if kind in RECURRENT_KINDS else causal for kind in masks}
-            masks = {kind: left_out[kind] if mask is None else mask for kind, mask in masks.items()}
-        inputs["attention_mask"] = masks
+        recurrent = torch.ones(batch, seq, dtype=dtype, device=model.device)
+        is_left_out = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        causal = first_chunk_mask(batch, seq, cache, model.device) if is_left_out else None
+        if isinstance(masks, dict):
+            full = {kind: recurrent if kind in RECURRENT_KINDS else causal for kind in masks}
+            inputs["attention_mask"] = {kind: full[kind] if mask is None else mask for kind, mask in masks.items()}
+        elif causal is not None:
+            inputs["attention_mask"] = causal
     return {name: same_strides(value) for name, value in inputs.items()}
 
 
-def first_chunk_mask(batch: int, seq: int, max_cache_len: int, device: torch.device) -> Tensor:
-    """`(batch, 1, seq, max_cache_len)` bool, the mask of a first chunk without padding: the only one to be left out."""
-    causal = torch.ones(seq, max_cache_len, dtype=torch.bool, device=device).tril()
+def first_chunk_mask(batch: int, seq: int, cache: StaticCache, device: torch.device) -> Tensor:
+    """`(batch, 1, seq, positions)` bool, the mask of a first chunk without padding: the only one to be left out.
+
+    It is over all positions of the cache. `cache.get_max_length()` does not know them where a layer is an attention and
+    a recurrent layer in one.
+    """
+    positions = max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer))
+    causal = torch.ones(seq, positions, dtype=torch.bool, device=device).tril()
     return repeat(causal, "seq positions -> batch 1 seq positions", batch=batch)
 
 

@@ -326,7 +326,7 @@ def mark_static(tensor: Tensor) -> Tensor:
 def write(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     """Put `values`, `(batch, n, width)`, into the slots `(batch, n)` of `buffer`, `(batch, size + 1, width)`."""
     rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
-    buffer[rows, slots] = values.detach().to(buffer.dtype)
+    buffer[rows, slots] = values.to(buffer.dtype)
 
 
 def read(buffer: Tensor, slots: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ own state, and the attention, which reads and writes that state.
 
 import torch
 from einops import rearrange, repeat
+from packaging.version import Version
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
@@ -26,6 +27,20 @@ CACHE_NAME = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ e
 QUERY_BLOCK = 128
 
 
+def run_layer(layer: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
+    """One of upstream's `DeepseekV4DecoderLayer`s, with its own state among `kwargs`.
+
+    A region of its own to the compiler, which therefore compiles each kind of layer once, however many there are. A
+    region may not change its inputs before torch 2.13; there the layers are compiled one by one.
+    """
+    return layer(hidden_states, **kwargs)
+
+
+if Version(torch.__version__) >= Version("2.13"):
+    run_layer = torch.compiler.nested_compile_region(run_layer)
+
+
+@torch.no_grad()  # the state is changed in place, through which nothing can be differentiated
 @capture_outputs
 def model_forward(
     model: nn.Module,
@@ -68,7 +83,8 @@ def model_forward(
     }
     hidden_states = repeat(inputs_embeds, "b s d -> b s streams d", streams=model.config.hc_mult).contiguous()
     for layer, state in zip(model.layers, cache.layers):
-        hidden_states = layer(
+        hidden_states = run_layer(
+            layer,
             hidden_states,
             input_ids=input_ids,
             position_embeddings=position_embeddings,
@@ -105,10 +121,11 @@ def reserve_call(
     (batch_size, seq), device = inputs.shape[:2], inputs.device
     cache.check_config(model.config)
     if torch.compiler.is_compiling():
-        return cache.reserve_unseen(batch_size, seq, device, attention_mask)
-    token_mask = cache.reserve(batch_size, seq, device, attention_mask, position_ids)
+        token_mask = cache.reserve_unseen(batch_size, seq, device, attention_mask)
+    else:
+        token_mask = cache.reserve(batch_size, seq, device, attention_mask, position_ids)
     if not cache.is_initialized and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
-        # Before the graph, not in it. On several devices each layer allocates where its first keys turn up.
+        # Ahead of the layers' regions. On several devices each layer allocates where its first keys turn up.
         cache.early_initialization(batch_size, 1, model.config.head_dim, model.dtype, model.device)
     return token_mask
 
