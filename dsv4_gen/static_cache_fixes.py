@@ -54,7 +54,15 @@ def apply_static_cache_fixes(model: PreTrainedModel) -> PreTrainedModel:
 
     Returns:
         The model. It can be copied, compiled and saved as before; take the fixes out before pickling it whole.
+
+    Raises:
+        ValueError: an encoder-decoder model.
     """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"The static-cache fixes are for decoder models, but `{type(model).__name__}` has an encoder too. Use it "
+            "as it is."
+        )
     if "_static_cache_fixes" in vars(model):
         return model
     model._static_cache_fixes = needed()
@@ -156,7 +164,7 @@ class RingLayer(StaticSlidingWindowLayer):
 
     What goes wrong: upstream's layer counts its tokens in a Python int, which `update` reads. With `dynamic=False` that
     is a graph for every token until the window is full, and for every length that a chunk starts from.
-    Since: transformers 4.42, where the layer comes from.
+    Since: before 5.17, the oldest release that this package supports.
     Upstream report: huggingface/transformers issue 44609.
     Can go: when upstream's layer counts in tensors alone, as `needed()` finds out.
 
@@ -239,7 +247,6 @@ def can_have_rings(model: PreTrainedModel) -> bool:
         not kinds.isdisjoint(WINDOWED_KINDS)
         and kinds <= set(LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING) | {"dummy"}
         and config._attn_implementation in ("sdpa", "eager")
-        and not model.config.is_encoder_decoder
     )
 
 
@@ -295,6 +302,7 @@ def ring_mask(mask: Tensor, columns: Tensor) -> Tensor:
         `(batch, 1, seq, keys)`.
     """
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    columns = columns.to(mask.device)
     return mask.index_select(-1, columns.clamp(min=0)).masked_fill(columns < 0, hidden)
 
 
@@ -313,9 +321,9 @@ def initialize_layers(model: PreTrainedModel, cache: StaticCache, batch_size: in
 
     What goes wrong: a layer is allocated inside the first chunk's graph, which then fits no other chunk. Upstream
     initializes attention layers ahead, except in MLA models and on several devices, and no recurrent layers.
-    Since: 5.13; no layer was initialized before.
+    Since: 5.13 for these; before, no layer was initialized.
     Upstream report: huggingface/transformers issue 46421.
-    Can go: when upstream initializes recurrent layers and MLA layers too, as `needed()` finds out.
+    Can go: when upstream initializes recurrent layers too, as `needed()` finds out, and those of MLA models.
 
     A token that goes through the model and is forgotten finds out every layer's shape and device, whatever the model.
     It leaves zeros, which is what each layer starts from: a recurrent layer then has a previous state, all zero.
@@ -343,7 +351,7 @@ def make_chunk_uniform(model: PreTrainedModel, inputs: dict, token_mask: Tensor 
 
     What goes wrong: position ids are a slice of the prompt's, so their strides follow the prompt's length, and the
     compiler guards strides. Masks that hide nothing are left out, which is another keyword and another graph.
-    Since: transformers 4.46, where chunked prefill comes from.
+    Since: before 5.17, the oldest release that this package supports.
     Upstream report: what is left of huggingface/transformers issue 46421.
     Can go: when upstream's chunks look alike, as `needed()` finds out.
 

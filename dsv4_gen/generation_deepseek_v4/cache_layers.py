@@ -236,12 +236,7 @@ class DeepseekV4SlidingStaticLayer(CacheLayerMixin):
             for tensor in self.tensors().values():
                 tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row. The batch changes, so the state moves to new tensors."""
-        if self.is_initialized:
-            rows = torch.arange(self.batch_size, device=self.device)
-            self.batch_select_indices(rows.repeat_interleave(repeats))
-
+    @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`. The batch changes, so the state moves to new tensors."""
         if self.is_initialized:
@@ -313,7 +308,13 @@ class DeepseekV4CSAStaticLayer(DeepseekV4HCAStaticLayer):
 
 def new_buffer(batch_size: int, size: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`(batch_size, size + 1, width)` zeros: `size` slots, and the spare one at the end."""
-    return mark_static(torch.zeros(batch_size, size + 1, width, dtype=dtype, device=device))
+    return static_zeros(batch_size, size + 1, width, dtype=dtype, device=device)
+
+
+def static_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that never move, and that can be written outside of `inference_mode` even if they were made in it."""
+    with torch.inference_mode(False):
+        return mark_static(torch.zeros(shape, dtype=dtype, device=device))
 
 
 def mark_static(tensor: Tensor) -> Tensor:

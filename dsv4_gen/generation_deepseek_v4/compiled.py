@@ -4,14 +4,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
-from .forward import CACHE_NAME, reserve_call
+from .forward import reserve_call
 from .static_cache import DeepseekV4StaticCache, same_strides
 
-# Outputs that upstream collects with hooks, which cannot be compiled into one graph; a loss needs all logits at once.
-EAGER_ARGUMENTS = ("output_hidden_states", "output_attentions", "output_router_logits", "labels")
+# Outputs that upstream collects with hooks, which cannot be compiled into one graph.
+EAGER_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 class DeepseekV4StaticForward(nn.Module):
@@ -47,7 +48,7 @@ class DeepseekV4StaticForward(nn.Module):
         """
         if not isinstance(cache, DeepseekV4StaticCache):
             raise TypeError(f"`cache` must be a DeepseekV4StaticCache, got a {type(cache).__name__}.")
-        return self.model(input_ids=input_ids, **{CACHE_NAME: cache}, **kwargs)
+        return self.model(input_ids=input_ids, cache=cache, **kwargs)
 
 
 def compile_forward(
@@ -64,8 +65,8 @@ def compile_forward(
         torch_compile_kwargs: for `torch.compile`; `fullgraph=True` and `dynamic=False` unless they say otherwise.
 
     Returns:
-        A function with the arguments and the result of `DeepseekV4StaticForward.forward`. Hidden states, attentions
-        and router logits are for eager calls: where they are asked for, nothing is compiled.
+        A function with the arguments and the result of `DeepseekV4StaticForward.forward`, less `labels`. Hidden
+        states, attentions and router logits are for eager calls: one that asks for them is not compiled.
 
     Raises:
         ValueError: a `prefill_chunk_size` below 2. And in every call, before anything is written: see
@@ -82,40 +83,50 @@ def compile_forward(
     compiled = torch.compile(eager, **{"fullgraph": True, "dynamic": False} | torch_compile_kwargs)
 
     def forward(input_ids=None, *, cache, attention_mask=None, inputs_embeds=None, position_ids=None, **kwargs):
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        if (
-            inputs is None
-            or (inputs.shape[1] > 1 and prefill_chunk_size is None)
-            or any(kwargs.get(name) is not None or getattr(model.config, name, False) for name in EAGER_ARGUMENTS)
-        ):
-            return eager(
-                input_ids,
-                cache=cache,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                position_ids=position_ids,
-                **kwargs,
-            )
-        token_mask = reserve_call(model, cache, inputs, attention_mask, position_ids)
-        name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+        name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
+        wants_outputs = any(kwargs.get(output, getattr(model.config, output, False)) for output in EAGER_OUTPUTS)
         chunk_size = 1 if inputs.shape[1] == 1 else prefill_chunk_size
-        return _run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
+        if chunk_size is None or wants_outputs or not isinstance(cache, DeepseekV4StaticCache):
+            masks = {"attention_mask": attention_mask, "position_ids": position_ids}
+            return eager(**{name: inputs}, cache=cache, **masks, **kwargs)
+        token_mask = reserve_call(model, cache, inputs, attention_mask, position_ids)
+        return run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
 
     return forward
 
 
-def _run_in_chunks(compiled, name, inputs, token_mask, chunk_size, *, logits_to_keep=0, **kwargs):
-    """Run `inputs` through `compiled` in chunks of one size, the first filled up with padding on the left."""
+def run_in_chunks(
+    run: Callable[..., MoeCausalLMOutputWithPast],
+    name: str,
+    inputs: Tensor,
+    token_mask: Tensor,
+    chunk_size: int,
+    *,
+    cache: DeepseekV4StaticCache,
+    logits_to_keep: int | Tensor = 0,
+    **kwargs,
+) -> MoeCausalLMOutputWithPast:
+    """Run a call in chunks of one size, the first filled up with padding on the left.
+
+    Args:
+        run: the forward, compiled or not.
+        name: `input_ids` or `inputs_embeds`, which `inputs` are: `(batch, seq, ...)`.
+        token_mask: `(batch, seq)`, from `reserve_call`.
+        chunk_size: columns per chunk.
+        cache, logits_to_keep, kwargs: as for the model's forward.
+
+    Returns:
+        The last chunk's output, with the logits of all that are wanted.
+    """
     padding = -inputs.shape[1] % chunk_size
-    if padding:
-        inputs = torch.cat([inputs[:, :1].expand(-1, padding, *inputs.shape[2:]), inputs], dim=1)
-        token_mask = torch.nn.functional.pad(token_mask, (padding, 0), value=False)
+    inputs, token_mask = fill_up(inputs, token_mask, padding, cache)
     # If all logits that are wanted come from the last chunk, every chunk makes no more than that many.
     from_last_chunk = isinstance(logits_to_keep, int) and 0 < logits_to_keep < chunk_size
     logits = []
     for chunk, mask in zip(inputs.split(chunk_size, dim=1), token_mask.split(chunk_size, dim=1)):
-        output = compiled(
+        output = run(
             **{name: same_strides(chunk)},
+            cache=cache,
             token_mask=same_strides(mask),
             logits_to_keep=logits_to_keep if from_last_chunk else 0,
             **kwargs,
@@ -126,3 +137,12 @@ def _run_in_chunks(compiled, name, inputs, token_mask, chunk_size, *, logits_to_
     wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     output.logits = logits[0] if from_last_chunk else torch.cat(logits, dim=1)[:, padding:][:, wanted]
     return output
+
+
+def fill_up(inputs: Tensor, token_mask: Tensor, padding: int, cache: DeepseekV4StaticCache) -> tuple[Tensor, Tensor]:
+    """Put `padding` columns on the left of a call that has been reserved, so that it has a size that a graph has."""
+    if padding == 0:
+        return inputs, token_mask
+    cache.seq_length.sub_(padding)  # the caller does not know of these columns
+    filler = inputs[:, :1].expand(-1, padding, *inputs.shape[2:])
+    return torch.cat([filler, inputs], dim=1), pad(token_mask, (padding, 0), value=False)

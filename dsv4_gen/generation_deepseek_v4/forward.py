@@ -124,9 +124,9 @@ def reserve_call(
         token_mask = cache.reserve_unseen(batch_size, seq, device, attention_mask)
     else:
         token_mask = cache.reserve(batch_size, seq, device, attention_mask, position_ids)
-    if not cache.is_initialized and len(set(getattr(model, "hf_device_map", {}).values())) < 2:
+    if not cache.is_initialized and {parameter.device for parameter in model.parameters()} == {device}:
         # Ahead of the layers' regions. On several devices each layer allocates where its first keys turn up.
-        cache.early_initialization(batch_size, 1, model.config.head_dim, model.dtype, model.device)
+        cache.early_initialization(batch_size, 1, model.config.head_dim, model.dtype, device)
     return token_mask
 
 

@@ -3,7 +3,9 @@
     DeepseekV4Model.forward                                runs `model_forward`          if the cache is static
     DeepseekV4Attention.forward                            runs `attention_forward`      if its layer's state is static
     DeepseekV4ForCausalLM.prepare_inputs_for_generation    reserves room outside the graph, if the cache is static
+    DeepseekV4ForCausalLM._prefill                         keeps all chunks to one size,    if the cache is static
     DeepseekV4ForCausalLM._prepare_static_cache            builds a `DeepseekV4StaticCache` for "static"
+    DeepseekV4ForCausalLM.generate                         allows drafts (assisted decoding) if the cache can roll back
 
 A call without a static cache goes to upstream's method with the arguments as they came.
 """
@@ -11,11 +13,14 @@ A call without a static cache goes to upstream's method with the arguments as th
 from collections.abc import Callable
 from functools import wraps
 
+import torch
+from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as upstream
 
 from .cache_layers import DeepseekV4SlidingStaticLayer
-from .forward import attention_forward, model_forward, reserve_call
-from .static_cache import DeepseekV4StaticCache
+from .compiled import fill_up, run_in_chunks
+from .forward import CACHE_NAME, attention_forward, model_forward, reserve_call
+from .static_cache import DeepseekV4StaticCache, new_token_mask
 
 _replaced: dict[tuple[type, str], Callable | None] = {}
 
@@ -27,7 +32,9 @@ def register() -> None:
     _replace(upstream.DeepseekV4Model, "forward", _model_hook)
     _replace(upstream.DeepseekV4Attention, "forward", _attention_hook)
     _replace(upstream.DeepseekV4ForCausalLM, "prepare_inputs_for_generation", _prepare_inputs_hook)
+    _replace(upstream.DeepseekV4ForCausalLM, "_prefill", _prefill_hook)
     _replace(upstream.DeepseekV4ForCausalLM, "_prepare_static_cache", _static_cache_hook)
+    _replace(upstream.DeepseekV4ForCausalLM, "generate", _generate_hook)
 
 
 def unregister() -> None:
@@ -87,11 +94,90 @@ def _prepare_inputs_hook(original: Callable) -> Callable:
         inputs = original(self, input_ids, *args, **kwargs)
         for name in ("attention_mask", "position_ids"):
             inputs.pop(name, None)
-        tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+        name = "input_ids" if inputs.get("inputs_embeds") is None else "inputs_embeds"
+        tokens = inputs[name]
+        if attention_mask is not None and tokens.shape[1] > 1:
+            tokens, attention_mask = move_padding_left(tokens, attention_mask)
+            inputs[name] = tokens
         # Always a tensor of the call's own length, so that padded and unpadded prompts share one graph.
-        return inputs | {"token_mask": reserve_call(self, cache, tokens, attention_mask)}
+        inputs["token_mask"] = reserve_call(self, cache, tokens, attention_mask)
+        drafted = tokens.shape[1] - 1
+        if 0 < drafted <= cache.max_rollback and not kwargs.get("is_first_iteration"):
+            # One graph verifies drafts of any length. As many logits as there are columns; the caller takes the last.
+            inputs["input_ids"], inputs["token_mask"] = fill_up(
+                tokens, inputs["token_mask"], cache.max_rollback - drafted, cache
+            )
+            inputs.pop("logits_to_keep", None)
+        return inputs
 
     return prepare_inputs_for_generation
+
+
+def move_padding_left(tokens: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Padding between a call's tokens goes to their left; a row that ends with padding is left alone.
+
+    A second turn looks so: the last token of the first answer, which no cache has seen yet, then padding, then the
+    message. `generate` only reads the logits of the last column, so what stands where before that is free.
+    """
+    token_mask = new_token_mask(attention_mask, *tokens.shape[:2], tokens.device)
+    order = (token_mask | ~token_mask[:, -1:]).long().argsort(dim=1, stable=True)
+    rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+    return tokens[rows, order], token_mask[rows, order]
+
+
+def _prefill_hook(original: Callable) -> Callable:
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        cache = _static_cache((), model_kwargs)
+        if cache is None or generation_config.prefill_chunk_size is None:
+            return original(self, input_ids, generation_config, model_kwargs, is_first_iteration)
+        # As upstream: ids as long as the mask are the whole text, of which the cache has seen a part.
+        attention_mask = model_kwargs.get("attention_mask")
+        all_columns = (
+            getattr(generation_config, "_mask_length", -1) if attention_mask is None else attention_mask.shape[1]
+        )
+        whole = all_columns == input_ids.shape[1] or model_kwargs.get("inputs_embeds") is not None
+        inputs = self.prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=all_columns - cache.get_seq_length() if whole else None,
+            is_first_iteration=is_first_iteration,
+            **model_kwargs,
+        )
+        compiles = self._valid_auto_compile_criteria(model_kwargs, generation_config)
+        run = self.get_compiled_call(generation_config.compile_config) if compiles else self.__call__
+        name = "input_ids" if inputs.get("inputs_embeds") is None else "inputs_embeds"
+        rest = {key: inputs[key] for key in inputs if key not in ("input_ids", "inputs_embeds", CACHE_NAME)}
+        return run_in_chunks(
+            run,
+            name,
+            inputs[name],
+            chunk_size=generation_config.prefill_chunk_size,
+            cache=cache,
+            return_dict=True,
+            **rest,
+        )
+
+    return _prefill
+
+
+def _generate_hook(original: Callable) -> Callable:
+    def generate(self, *args, **kwargs):
+        cache = _static_cache(args, kwargs)
+        if cache is None or not cache.is_croppable:
+            return original(self, *args, **kwargs)
+        drafts = kwargs.get("prompt_lookup_num_tokens") or 0
+        if drafts > cache.max_rollback:
+            raise ValueError(
+                f"The cache's `max_rollback` of {cache.max_rollback} is too small for "
+                f"`prompt_lookup_num_tokens={drafts}`: all drafted tokens may have to be taken back."
+            )
+        # `_is_stateful` is how upstream says that a model's cache cannot go back, which refuses drafts. This one can.
+        self._is_stateful = False
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del self._is_stateful
+
+    return generate
 
 
 def _static_cache_hook(original: Callable) -> Callable:

@@ -16,6 +16,7 @@ from .cache_layers import (
     DeepseekV4SlidingStaticLayer,
     compressed_len,
     mark_static,
+    static_zeros,
 )
 from .positions import Chunk, place
 
@@ -183,9 +184,9 @@ class DeepseekV4StaticCache(Cache):
     def allocate_lengths(self, batch_size: int, device: torch.device) -> None:
         """Allocate what is counted per row, if it is not yet."""
         if self.lengths is None:
-            self.lengths = mark_static(torch.zeros(batch_size, dtype=torch.long, device=device))
-            self.high_water = mark_static(torch.zeros(batch_size, dtype=torch.long, device=device))
-            self.seq_length = mark_static(torch.zeros((), dtype=torch.long, device=device))
+            self.lengths = static_zeros(batch_size, dtype=torch.long, device=device)
+            self.high_water = static_zeros(batch_size, dtype=torch.long, device=device)
+            self.seq_length = static_zeros(dtype=torch.long, device=device)
 
     def early_initialization(
         self,
@@ -287,7 +288,7 @@ class DeepseekV4StaticCache(Cache):
             )
         self.lengths.add_(tokens_to_remove)
         self.seq_length.add_(tokens_to_remove)
-        self._longest = None
+        self._longest = int(self.lengths.max())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row `i` take the state of row `beam_idx[i]`, in place (beam search)."""
@@ -298,17 +299,18 @@ class DeepseekV4StaticCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times. The batch changes, so the state moves to new tensors."""
-        super().batch_repeat_interleave(repeats)
         if self.lengths is not None:
-            self.lengths = mark_static(self.lengths.repeat_interleave(repeats))
-            self.high_water = mark_static(self.high_water.repeat_interleave(repeats))
+            rows = torch.arange(self.batch_size, device=self.lengths.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
 
+    @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices`. The batch changes, so the state moves to new tensors."""
         super().batch_select_indices(indices)
         if self.lengths is not None:
-            self.lengths = mark_static(self.lengths[indices.to(self.lengths.device)])
-            self.high_water = mark_static(self.high_water[indices.to(self.lengths.device)])
+            indices = indices.to(self.lengths.device)
+            self.lengths = mark_static(self.lengths[indices])
+            self.high_water = mark_static(self.high_water[indices])
 
     def check_config(self, config: DeepseekV4Config) -> None:
         """Raise `ValueError` if a model with `config` keeps another state than this cache."""
