@@ -198,7 +198,7 @@ def test_the_text_generation_pipeline():
     TextStreamer(tokenizer)
 
 
-@pytest.mark.parametrize("drafts", [3, 4, 5, 10])
+@pytest.mark.parametrize("drafts", [3, 10])
 def test_prompt_lookup_gives_greedys_tokens_with_a_fixed_number_of_graphs(drafts):
     prompt = random_ids(6).repeat(8)
     settings = {"max_new_tokens": 60, "do_sample": False}

@@ -1,6 +1,7 @@
 """One graph to decode, one more to prefill in chunks, and never one per prompt length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
+from .few_rows import FewRowProducts
 from .forward import reserve_call
 from .static_cache import DeepseekV4StaticCache, same_strides
 
@@ -62,7 +64,8 @@ def compile_forward(
     Args:
         model: the model.
         prefill_chunk_size: tokens per compiled chunk of a longer input.
-        torch_compile_kwargs: for `torch.compile`; `fullgraph=True` and `dynamic=False` unless they say otherwise.
+        torch_compile_kwargs: for `torch.compile`; `fullgraph=True` and `dynamic=False` unless they say otherwise, and,
+            unless they choose a `backend`, a `mode` or `options`, inductor with `FewRowProducts`.
 
     Returns:
         A function with the arguments and the result of `DeepseekV4StaticForward.forward`, less `labels`. Hidden
@@ -80,7 +83,10 @@ def compile_forward(
     if prefill_chunk_size is not None and prefill_chunk_size < 2:
         raise ValueError(f"`prefill_chunk_size` must be at least 2, got {prefill_chunk_size}.")
     eager = DeepseekV4StaticForward(model)
-    compiled = torch.compile(eager, **{"fullgraph": True, "dynamic": False} | torch_compile_kwargs)
+    settings = {"fullgraph": True, "dynamic": False} | torch_compile_kwargs
+    if not settings.keys() & {"backend", "mode", "options"}:
+        settings["options"] = {"post_grad_custom_pre_pass": FewRowProducts()}
+    compiled = torch.compile(eager, **settings)
 
     def forward(input_ids=None, *, cache, attention_mask=None, inputs_embeds=None, position_ids=None, **kwargs):
         name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
@@ -90,9 +96,26 @@ def compile_forward(
             masks = {"attention_mask": attention_mask, "position_ids": position_ids}
             return eager(**{name: inputs}, cache=cache, **masks, **kwargs)
         token_mask = reserve_call(model, cache, inputs, attention_mask, position_ids)
-        return run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
+        with experts_in_place(model, tokens=inputs.shape[0] * chunk_size):
+            return run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
 
     return forward
+
+
+@contextmanager
+def experts_in_place(model: DeepseekV4ForCausalLM, tokens: int) -> Iterator[None]:
+    """For a few tokens, let each read its own experts' weights, which costs less than sorting tokens by expert.
+
+    That is upstream's `batched_mm` in place of its `grouped_mm`, as `generate` has it on accelerators.
+    """
+    config, grouped = model.config, model.config._experts_implementation
+    few = tokens * config.num_experts_per_tok <= config.n_routed_experts
+    if few and grouped == "grouped_mm":
+        config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        config._experts_implementation = grouped
 
 
 def run_in_chunks(
