@@ -35,7 +35,7 @@ COMMON = dict(
     pad_token_id=0,
 )
 # For decode steps that take longer than what the host does between them.
-WIDER = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4)
+WIDER = dict(hidden_size=512, intermediate_size=1024)
 WIDER_WINDOW = 256
 
 MIXED_WINDOWS = dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
@@ -175,7 +175,8 @@ def decode_step_ratio(family: str, rounds: int = 20, new_tokens: int = 32) -> tu
     seconds = [], []
     torch._dynamo.reset()
     for round_ in range(rounds + 1):
-        for model, steps in zip(models, seconds, strict=True):
+        turns = list(zip(models, seconds, strict=True))
+        for model, steps in turns if round_ % 2 else reversed(turns):
             clock = StepClock()
             generate(
                 model,

@@ -192,6 +192,10 @@ def _static_cache_hook(original: Callable) -> Callable:
         # Never smaller than in earlier calls, so that they share their graphs.
         max_cache_len = max(max_cache_len, getattr(self, "_previous_max_cache_length", 0))
         self._previous_max_cache_length = max_cache_len
-        return DeepseekV4StaticCache(self.config, max_cache_len=max_cache_len)
+        cache = DeepseekV4StaticCache(self.config, max_cache_len=max_cache_len)
+        shape = self._get_static_cache_init_shape() if prefill_chunk_size is not None else None
+        if shape is not None:  # as upstream: ahead of a prefill that may be compiled, on a single device
+            cache.early_initialization(batch_size, *shape, self.dtype, self.device)
+        return cache
 
     return _prepare_static_cache
