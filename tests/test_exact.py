@@ -125,6 +125,15 @@ def test_a_prefill_in_several_query_blocks_gives_the_logits_of_one(monkeypatch):
     torch.testing.assert_close(logits, dynamic_logits(MODEL, row), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("ratio", [0, 1000], ids=["gathered", "masked"])
+def test_chosen_entries_count_the_same_gathered_or_masked(monkeypatch, ratio):
+    row = random_ids(150)
+    monkeypatch.setattr("dsv4_gen.generation_deepseek_v4.selection.GATHER_RATIO", ratio)
+    cache = DeepseekV4StaticCache(MODEL.config, max_cache_len=150)
+    (logits,) = static_logits(MODEL, [row], [[70], [1], [79]], cache)
+    torch.testing.assert_close(logits, dynamic_logits(MODEL, row), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_close_to_float32_as_the_dynamic_cache_is(dtype):
     model, ids = tiny_model(dtype=dtype), random_ids(16, 100)

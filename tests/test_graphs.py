@@ -92,9 +92,19 @@ def test_a_model_without_a_cache_still_compiles_as_upstream_does():
     torch.testing.assert_close(compiled(input_ids=ids, use_cache=False).logits[0], dynamic_logits(MODEL, ids[0]))
 
 
+def test_unused_capacity_is_left_out_at_one_graph_for_each_doubling():
+    forward = compile_forward(MODEL, backend="eager", min_attended_len=40)
+    ids, cache = random_ids(1, 100), DeepseekV4StaticCache(MODEL.config, max_cache_len=1000)
+    logits = [forward(ids[:, i : i + 1], cache=cache).logits for i in range(100)]
+    torch.testing.assert_close(torch.cat(logits, 1)[0], dynamic_logits(MODEL, ids[0]), atol=2e-5, rtol=0)
+    assert graphs() == 3  # 40, 80 and 160 tokens
+
+
 def test_compile_forward_checks_before_it_runs():
     with pytest.raises(ValueError, match="`prefill_chunk_size` must be at least 2"):
         compile_forward(MODEL, prefill_chunk_size=1)
+    with pytest.raises(ValueError, match="`min_attended_len` must be at least 1"):
+        compile_forward(MODEL, min_attended_len=0)
     forward = compile_forward(MODEL, prefill_chunk_size=8, backend="eager")
     cache = DeepseekV4StaticCache(MODEL.config, max_cache_len=8)
     with pytest.raises(ValueError, match="room for 9 tokens"):

@@ -54,7 +54,11 @@ class DeepseekV4StaticForward(nn.Module):
 
 
 def compile_forward(
-    model: DeepseekV4ForCausalLM, *, prefill_chunk_size: int | None = None, **torch_compile_kwargs
+    model: DeepseekV4ForCausalLM,
+    *,
+    prefill_chunk_size: int | None = None,
+    min_attended_len: int | None = None,
+    **torch_compile_kwargs,
 ) -> Callable[..., MoeCausalLMOutputWithPast]:
     """Compile a model's forward with a static cache: a fixed number of graphs, whatever the prompts.
 
@@ -64,6 +68,9 @@ def compile_forward(
     Args:
         model: the model.
         prefill_chunk_size: tokens per compiled chunk of a longer input.
+        min_attended_len: where given, a step attends to no more entries than `min_attended_len` tokens make, or twice
+            as many, or four times, whatever holds the rows by now. A cache with much room to spare then costs little,
+            at one more graph for each doubling. By default a step looks at the whole capacity, in one graph.
         torch_compile_kwargs: for `torch.compile`; `fullgraph=True` and `dynamic=False` unless they say otherwise, and,
             unless they choose a `backend`, a `mode` or `options`, inductor with `FewRowProducts`.
 
@@ -72,8 +79,8 @@ def compile_forward(
         states, attentions and router logits are for eager calls: one that asks for them is not compiled.
 
     Raises:
-        ValueError: a `prefill_chunk_size` below 2. And in every call, before anything is written: see
-            `DeepseekV4StaticCache.reserve`.
+        ValueError: a `prefill_chunk_size` below 2 or a `min_attended_len` below 1. And in every call, before anything
+            is written: see `DeepseekV4StaticCache.reserve`.
 
     Example:
         >>> forward = compile_forward(model, prefill_chunk_size=256)
@@ -82,6 +89,8 @@ def compile_forward(
     """
     if prefill_chunk_size is not None and prefill_chunk_size < 2:
         raise ValueError(f"`prefill_chunk_size` must be at least 2, got {prefill_chunk_size}.")
+    if min_attended_len is not None and min_attended_len < 1:
+        raise ValueError(f"`min_attended_len` must be at least 1, got {min_attended_len}.")
     eager = DeepseekV4StaticForward(model)
     settings = {"fullgraph": True, "dynamic": False} | torch_compile_kwargs
     if not settings.keys() & {"backend", "mode", "options"}:
@@ -96,6 +105,8 @@ def compile_forward(
             masks = {"attention_mask": attention_mask, "position_ids": position_ids}
             return eager(**{name: inputs}, cache=cache, **masks, **kwargs)
         token_mask = reserve_call(model, cache, inputs, attention_mask, position_ids)
+        if min_attended_len is not None:
+            kwargs["attended_len"] = cache.attended_len(min_attended_len)
         with experts_in_place(model, tokens=inputs.shape[0] * chunk_size):
             return run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
 

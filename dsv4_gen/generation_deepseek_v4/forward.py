@@ -16,7 +16,7 @@ from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .compression import compress
 from .positions import Chunk
-from .selection import Keys, chosen_entry_keys, entry_keys, join, window_keys
+from .selection import Queries, join, select_entries, window_keys
 from .static_cache import DeepseekV4StaticCache
 
 # transformers renamed `past_key_values` to `cache` in 5.24, in arguments and outputs alike.
@@ -137,6 +137,7 @@ def attention_forward(
     chunk: Chunk,
     state: DeepseekV4SlidingStaticLayer,
     output_attentions: bool,
+    attended_len: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`DeepseekV4Attention.forward` with the state of a static cache.
 
@@ -147,6 +148,7 @@ def attention_forward(
         chunk: the tokens' positions.
         state: this layer's state, which is brought up to date.
         output_attentions: whether the weights are wanted.
+        attended_len: tokens that any row holds at most, for which fewer entries are attended to; None for all.
 
     Returns:
         `(batch, seq, hidden_size)`, and the weights, `(batch, heads, seq, keys)`, or None. The keys are the ring's
@@ -166,30 +168,21 @@ def attention_forward(
     if state.indexer is not None:
         compress(attention.compressor.indexer, hidden_states, state.indexer, chunk)
 
+    queries = Queries(query, query_residual, hidden_states, cos, sin, chunk.positions)
+    indexer = attention.compressor.indexer if state.indexer is not None else None
     outputs, weights = [], []
     # The weights of all queries stand beside each other, so they must be over the same keys: one block.
     block_size = query.shape[2] if output_attentions else QUERY_BLOCK
     for start in range(0, query.shape[2], block_size):
-        block = slice(start, start + block_size)
-        positions = chunk.positions[:, block]
-        keys = _block_window_keys(window, window_positions, positions, start, state)
-        if state.indexer is not None:
-            rotary = cos[:, block], sin[:, block]
-            keys.append(
-                chosen_entry_keys(
-                    state.compressor,
-                    state.indexer,
-                    attention.compressor.indexer,
-                    query_residual[:, block],
-                    hidden_states[:, block],
-                    rotary,
-                    positions,
-                    gather=query.shape[2] == 1 and not output_attentions,
-                )
-            )
-        elif state.compressor is not None:
-            keys.append(entry_keys(state.compressor, positions))
-        output, weight = attend(query[:, :, block], *join(keys), attention.sinks, attention.scaling)
+        block = queries.block(start, block_size)
+        shared, own = window_keys(window, window_positions, block, start, state), ()
+        if state.compressor is not None:
+            entries = select_entries(block, state, indexer, attended_len, mask_only=output_attentions)
+            if entries.kv.dim() == 4:
+                own = entries
+            else:
+                shared.append(entries)
+        output, weight = attend(block.query, *join(shared), attention.sinks, attention.scaling, *own)
         outputs.append(output)
         weights.append(weight)
 
@@ -198,15 +191,3 @@ def attention_forward(
     groups = rearrange(output, "b (g h) s d -> b s g (h d)", g=attention.config.o_groups)
     output = attention.o_b_proj(rearrange(attention.o_a_proj(groups), "b s g r -> b s (g r)"))
     return output, weights[0] if output_attentions else None
-
-
-def _block_window_keys(
-    window: Tensor, window_positions: Tensor, positions: Tensor, start: int, state: DeepseekV4SlidingStaticLayer
-) -> list[Keys]:
-    """What `state.update` returned, less the tokens of the call that no query from `start` on can see."""
-    ring, size, end = slice(0, state.ring_size), state.sliding_window, start + positions.shape[1]
-    keys = [window_keys(window[:, ring], window_positions[:, ring], positions, size)]
-    if window.shape[1] > state.ring_size:
-        band = slice(state.ring_size + max(0, start - size + 1), state.ring_size + end)
-        keys.append(window_keys(window[:, band], window_positions[:, band], positions, size))
-    return keys

@@ -79,7 +79,13 @@ def _attention_hook(original: Callable) -> Callable:
         if output_attentions is None:
             output_attentions = self.config.output_attentions
         return attention_forward(
-            self, hidden_states, kwargs["position_embeddings"], kwargs["chunk"], state, output_attentions
+            self,
+            hidden_states,
+            kwargs["position_embeddings"],
+            kwargs["chunk"],
+            state,
+            output_attentions,
+            kwargs.get("attended_len"),
         )
 
     return forward

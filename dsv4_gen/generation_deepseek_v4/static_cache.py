@@ -173,6 +173,13 @@ class DeepseekV4StaticCache(Cache):
         """Positions of a call's tokens, from its `token_mask` as `reserve` returns it."""
         return place(self.lengths, token_mask, self.max_cache_len)
 
+    def attended_len(self, smallest: int) -> int:
+        """The first of `smallest`, twice that, and so on, that holds the longest row, as `reserve` counted it."""
+        length = smallest
+        while length < self._longest:
+            length *= 2
+        return min(length, self.max_cache_len)
+
     def advance(self, token_mask: Tensor) -> None:
         """Count a call's tokens as held: from here on they are seen."""
         self.lengths.add_(token_mask.sum(dim=1))
