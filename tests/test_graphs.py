@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from dsv4_gen import DeepseekV4StaticCache, DeepseekV4StaticForward, compile_forward
+from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
 
 MODEL = tiny_model()
 
@@ -127,3 +128,26 @@ def test_inductor_agrees_with_the_dynamic_model():
     for row, ours in zip(ids, torch.cat(logits, 1)):
         torch.testing.assert_close(ours, dynamic_logits(MODEL, row), atol=2e-5, rtol=0)
     assert graphs() == 1
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_between_decode_steps_the_host_never_waits_for_the_device(monkeypatch, padded):
+    model = tiny_model(mlp_layer_types=["moe"] * 4)
+    model.set_experts_implementation("batched_mm")  # upstream's other implementations do wait
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: function)  # what a graph would run, seen
+    forward = compile_forward(model)
+    ids, cache = random_ids(2, 20), DeepseekV4StaticCache(model.config, max_cache_len=30)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0 if padded else 1
+    forward(ids[:, :10], attention_mask=mask[:, :10], cache=cache)
+    forward(ids[:, 10:11], cache=cache)
+
+    def waits(*args):
+        raise AssertionError("the host waits for the device")
+
+    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, waits)
+    for i in range(11, 20):
+        forward(ids[:, i : i + 1], cache=cache)
+        masked = {"attention_mask": mask[:, : i + 1] if padded else None, CACHE_NAME: cache}
+        model.prepare_inputs_for_generation(ids[:, : i + 1], next_sequence_length=1, **masked)

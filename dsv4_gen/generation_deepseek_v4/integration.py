@@ -22,6 +22,8 @@ from .compiled import fill_up, run_in_chunks
 from .forward import CACHE_NAME, attention_forward, model_forward, reserve_call
 from .static_cache import DeepseekV4StaticCache, new_token_mask
 
+CACHE_NAMES = ("cache", "past_key_values")  # since and before transformers 5.24
+
 _replaced: dict[tuple[type, str], Callable | None] = {}
 
 
@@ -55,7 +57,7 @@ def _replace(owner: type, name: str, make_hook: Callable[[Callable], Callable]) 
 
 def _static_cache(args: tuple, kwargs: dict, kind: type = DeepseekV4StaticCache):
     """The static cache (or layer) that a call carries under either of its names or by position, if any."""
-    candidates = (*args, kwargs.get("cache"), kwargs.get("past_key_values"))
+    candidates = (*args, *(kwargs.get(name) for name in CACHE_NAMES))
     return next((candidate for candidate in candidates if isinstance(candidate, kind)), None)
 
 
@@ -64,8 +66,8 @@ def _model_hook(original: Callable) -> Callable:
         cache = _static_cache(args, kwargs)
         if cache is None:
             return original(self, *args, **kwargs)
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("cache", "past_key_values")}
-        return model_forward(self, *args, cache=cache, **kwargs)
+        others = {name: kwargs[name] for name in kwargs if name not in CACHE_NAMES}
+        return model_forward(self, *args, cache=cache, **others)
 
     return forward
 
@@ -96,10 +98,11 @@ def _prepare_inputs_hook(original: Callable) -> Callable:
         cache = _static_cache(args, kwargs)
         if cache is None:
             return original(self, input_ids, *args, **kwargs)
-        attention_mask = kwargs.pop("attention_mask", None)
-        inputs = original(self, input_ids, *args, **kwargs)
-        for name in ("attention_mask", "position_ids"):
-            inputs.pop(name, None)
+        # Without the cache and the mask, of which upstream would make masks that are not needed here.
+        others = {name: kwargs[name] for name in kwargs if name not in (*CACHE_NAMES, "attention_mask")}
+        inputs = original(self, input_ids, *args, **others) | {CACHE_NAME: cache}
+        inputs.pop("position_ids", None)
+        attention_mask = kwargs.get("attention_mask")
         name = "input_ids" if inputs.get("inputs_embeds") is None else "inputs_embeds"
         tokens = inputs[name]
         if attention_mask is not None and tokens.shape[1] > 1:

@@ -165,13 +165,17 @@ class DeepseekV4StaticCache(Cache):
 
         A token that does not fit is dropped there, and the next `reserve` finds out.
         """
-        self._longest = None
+        self.recount()
         self.allocate_lengths(batch_size, device)
         return new_token_mask(attention_mask, batch_size, seq, device)
 
     def place(self, token_mask: Tensor) -> Chunk:
         """Positions of a call's tokens, from its `token_mask` as `reserve` returns it."""
         return place(self.lengths, token_mask, self.max_cache_len)
+
+    def recount(self) -> None:
+        """To be called by whoever wrote `lengths` itself: the host asks the device at the next call."""
+        self._longest = None
 
     def attended_len(self, smallest: int) -> int:
         """The first of `smallest`, twice that, and so on, that holds the longest row, as `reserve` counted it."""
