@@ -13,6 +13,8 @@ from .generation_deepseek_v4 import (
     register,
     unregister,
 )
+from .memory import longest_context, plan_cache_memory
+from .prompt_cache import load_prompt_cache, prompt_cache_info, save_prompt_cache
 
 __all__ = [
     "DeepseekV4CSAStaticLayer",
@@ -21,7 +23,12 @@ __all__ = [
     "DeepseekV4StaticCache",
     "DeepseekV4StaticForward",
     "compile_forward",
+    "load_prompt_cache",
+    "longest_context",
+    "plan_cache_memory",
+    "prompt_cache_info",
     "register",
+    "save_prompt_cache",
     "unregister",
 ]
 

@@ -55,7 +55,8 @@ class DeepseekV4StaticCache(Cache):
     Attributes:
         lengths: `(batch,)`, tokens that each row holds, padding not counted. None before the first use.
         seq_length: `()`, columns seen so far, padding counted: what `get_seq_length` returns.
-        high_water: `(batch,)`, the most tokens that each row held since the reset, those taken back included.
+        high_water: `(batch,)`, the most tokens that each row held since the reset, those taken back included; in a
+            cache from a file `max_rollback` more, since what lies behind its tokens is not in the file.
 
     Raises:
         ValueError: sizes that are missing, negative or do not fit each other, or a config of another model.
