@@ -200,7 +200,10 @@ def test_a_cache_from_another_config():
         ({"input_ids": random_ids(2, 3), "attention_mask": torch.ones(2, 2)}, "a column for each of the 3 new tokens"),
         ({"input_ids": random_ids(2, 3), "attention_mask": torch.ones(2, 1, 3, 3)}, "its shape is"),
         ({"input_ids": random_ids(2, 3), "position_ids": torch.arange(3)[None]}, "`position_ids` differ"),
+        ({"input_ids": random_ids(2, 3), "position_ids": torch.arange(5)[None]}, "has 5 columns, but the call has 3"),
         ({"input_ids": random_ids(2, 3), "inputs_embeds": torch.zeros(2, 3, 64)}, "one of `?input_ids"),
+        ({"inputs_embeds": torch.zeros(2, 3, 64)}, "routes tokens by their ids"),
+        ({"input_ids": random_ids(2, 0)}, "no new tokens; the cache has seen 40 columns"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -214,6 +217,31 @@ def test_a_bad_call_changes_nothing_and_the_cache_goes_on_working(call, message)
     rest = static_logits(MODEL, [row[40:] for row in rows], [[24, 24]], cache)  # to the last token that fits
     expected = MODEL(torch.stack(rows), use_cache=False).logits[0]
     torch.testing.assert_close(torch.cat([first[0], rest[0]]), expected, atol=2e-5, rtol=0)
+
+
+def test_after_a_call_that_failed_half_way_a_cache_asks_for_a_reset():
+    cache, ids = new_cache(), random_ids(1, 30)
+    MODEL(ids[:, :10], cache=cache)
+    hook = MODEL.model.layers[2].register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        MODEL(ids[:, 10:20], cache=cache)
+    hook.remove()
+    with pytest.raises(ValueError, match="failed half-way"):
+        MODEL(ids[:, 10:20], cache=cache)
+    cache.reset()
+    expected = MODEL(ids, use_cache=False).logits
+    torch.testing.assert_close(MODEL(ids, cache=cache).logits, expected, atol=2e-5, rtol=0)
+
+
+def test_a_cache_of_another_dtype_and_a_text_that_is_not_longer():
+    cache, ids = new_cache(), random_ids(1, 10)
+    cache.early_initialization(1, 1, 32, torch.bfloat16, "cpu")
+    with pytest.raises(ValueError, match=r"holds torch.bfloat16, but the model is in torch.float32"):
+        MODEL(ids, cache=cache)
+    cache = new_cache()
+    MODEL(ids, cache=cache)
+    with pytest.raises(ValueError, match="there is nothing to continue"):
+        MODEL.generate(ids, max_new_tokens=3, **{CACHE_NAME: cache})
 
 
 def test_padding_takes_no_room():

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._dynamo.utils import counters
 from transformers import (
     CompileConfig,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -235,6 +236,13 @@ def test_drafts_are_refused_where_the_cache_cannot_go_back():
     short = {CACHE_NAME: DeepseekV4StaticCache(MODEL.config, max_cache_len=100, max_rollback=2)}
     with pytest.raises(ValueError, match="`max_rollback` of 2 is too small"):
         MODEL.generate(random_ids(1, 9), **settings, **short)
+    in_config = GenerationConfig(**settings, pad_token_id=0)
+    with pytest.raises(ValueError, match="`max_rollback` of 2 is too small"):
+        MODEL.generate(random_ids(1, 9), generation_config=in_config, **short)
+    held = DeepseekV4StaticCache(MODEL.config, max_cache_len=100, max_rollback=3)
+    MODEL(random_ids(1, 5), cache=held)
+    with pytest.raises(ValueError, match="begins with an empty cache"):
+        MODEL.generate(random_ids(1, 9), **settings, **{CACHE_NAME: held})
     assert MODEL._is_stateful
 
 

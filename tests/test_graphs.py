@@ -53,7 +53,7 @@ def test_a_prompt_in_chunks_keeps_its_padding_and_the_logits_that_are_wanted():
     ids, mask = random_ids(2, 21), torch.ones(2, 21, dtype=torch.long)
     mask[1, :13] = 0
     expected = dynamic_logits(MODEL, ids[1, 13:])
-    for keep in (0, 3, 8, torch.tensor([13, 20])):
+    for keep in (0, 3, 8, 21, torch.tensor([13, 20])):
         cache = DeepseekV4StaticCache(MODEL.config, max_cache_len=32)
         logits = forward(ids, cache=cache, attention_mask=mask, logits_to_keep=keep).logits
         wanted = expected[keep - 13] if torch.is_tensor(keep) else expected[-keep:]

@@ -98,6 +98,8 @@ def compile_forward(
     compiled = torch.compile(eager, **settings)
 
     def forward(input_ids=None, *, cache, attention_mask=None, inputs_embeds=None, position_ids=None, **kwargs):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
         name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
         wants_outputs = any(kwargs.get(output, getattr(model.config, output, False)) for output in EAGER_OUTPUTS)
         chunk_size = 1 if inputs.shape[1] == 1 else prefill_chunk_size
@@ -153,7 +155,9 @@ def run_in_chunks(
         The last chunk's output, with the logits of all that are wanted.
     """
     padding = -inputs.shape[1] % chunk_size
-    inputs, token_mask = fill_up(inputs, token_mask, padding, cache)
+    if isinstance(logits_to_keep, int):
+        logits_to_keep = min(logits_to_keep, inputs.shape[1])
+    inputs, token_mask = fill_up(inputs, token_mask, padding)
     # If all logits that are wanted come from the last chunk, every chunk makes no more than that many.
     from_last_chunk = isinstance(logits_to_keep, int) and 0 < logits_to_keep < chunk_size
     logits = []
@@ -168,15 +172,15 @@ def run_in_chunks(
         logits.append(output.logits)
         if from_last_chunk:
             del logits[:-1]
+    cache.seq_length.sub_(padding)  # columns that the caller does not know of
     wanted = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     output.logits = logits[0] if from_last_chunk else torch.cat(logits, dim=1)[:, padding:][:, wanted]
     return output
 
 
-def fill_up(inputs: Tensor, token_mask: Tensor, padding: int, cache: DeepseekV4StaticCache) -> tuple[Tensor, Tensor]:
+def fill_up(inputs: Tensor, token_mask: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     """Put `padding` columns on the left of a call that has been reserved, so that it has a size that a graph has."""
     if padding == 0:
         return inputs, token_mask
-    cache.seq_length.sub_(padding)  # the caller does not know of these columns
     filler = inputs[:, :1].expand(-1, padding, *inputs.shape[2:])
     return torch.cat([filler, inputs], dim=1), pad(token_mask, (padding, 0), value=False)

@@ -70,6 +70,8 @@ def model_forward(
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+    if input_ids is None and "hash_moe" in model.config.mlp_layer_types:
+        raise ValueError("This model routes tokens by their ids (`hash_moe`): give `input_ids`, not `inputs_embeds`.")
     if inputs_embeds is None:
         inputs_embeds = model.embed_tokens(input_ids)
     if token_mask is None:
@@ -82,6 +84,7 @@ def model_forward(
         for rope in ("main", "compress")
     }
     hidden_states = repeat(inputs_embeds, "b s d -> b s streams d", streams=model.config.hc_mult).contiguous()
+    cache.unfinished = True
     for layer, state in zip(model.layers, cache.layers):
         hidden_states = run_layer(
             layer,
@@ -119,7 +122,7 @@ def reserve_call(
         ValueError: a cache from another config, or what `reserve` raises.
     """
     (batch_size, seq), device = inputs.shape[:2], inputs.device
-    cache.check_config(model.config)
+    cache.check_model(model.config, model.dtype)
     if torch.compiler.is_compiling():
         token_mask = cache.reserve_unseen(batch_size, seq, device, attention_mask)
     else:

@@ -66,6 +66,8 @@ def _model_hook(original: Callable) -> Callable:
         cache = _static_cache(args, kwargs)
         if cache is None:
             return original(self, *args, **kwargs)
+        if any(argument is cache for argument in args):
+            return model_forward(self, *args, **kwargs)
         others = {name: kwargs[name] for name in kwargs if name not in CACHE_NAMES}
         return model_forward(self, *args, cache=cache, **others)
 
@@ -75,6 +77,8 @@ def _model_hook(original: Callable) -> Callable:
 def _attention_hook(original: Callable) -> Callable:
     def forward(self, hidden_states, *args, **kwargs):
         state = _static_cache(args, kwargs, DeepseekV4SlidingStaticLayer)
+        if state is None and "chunk" in kwargs:
+            raise ValueError("Gradient checkpointing takes the cache away from the layers: call `model.eval()` first.")
         if state is None:
             return original(self, hidden_states, *args, **kwargs)
         output_attentions = kwargs.get("output_attentions")
@@ -98,6 +102,12 @@ def _prepare_inputs_hook(original: Callable) -> Callable:
         cache = _static_cache(args, kwargs)
         if cache is None:
             return original(self, input_ids, *args, **kwargs)
+        next_sequence_length = kwargs.get("next_sequence_length")
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise ValueError(
+                f"The cache has seen {cache.get_seq_length()} columns, no fewer than the {input_ids.shape[1]} of this "
+                "text: there is nothing to continue. `reset()` the cache for another text."
+            )
         # Without the cache and the mask, of which upstream would make masks that are not needed here.
         others = {name: kwargs[name] for name in kwargs if name not in (*CACHE_NAMES, "attention_mask")}
         inputs = original(self, input_ids, *args, **others) | {CACHE_NAME: cache}
@@ -113,9 +123,9 @@ def _prepare_inputs_hook(original: Callable) -> Callable:
         drafted = tokens.shape[1] - 1
         if 0 < drafted <= cache.max_rollback and not kwargs.get("is_first_iteration"):
             # One graph verifies drafts of any length. As many logits as there are columns; the caller takes the last.
-            inputs["input_ids"], inputs["token_mask"] = fill_up(
-                tokens, inputs["token_mask"], cache.max_rollback - drafted, cache
-            )
+            padding = cache.max_rollback - drafted
+            inputs["input_ids"], inputs["token_mask"] = fill_up(tokens, inputs["token_mask"], padding)
+            cache.seq_length.sub_(padding)  # columns that `generate` does not know of
             inputs.pop("logits_to_keep", None)
         return inputs
 
@@ -173,18 +183,23 @@ def _generate_hook(original: Callable) -> Callable:
         cache = _static_cache(args, kwargs)
         if cache is None or not cache.is_croppable:
             return original(self, *args, **kwargs)
-        drafts = kwargs.get("prompt_lookup_num_tokens") or 0
+        config = kwargs.get("generation_config")
+        drafts = kwargs.get("prompt_lookup_num_tokens") or getattr(config, "prompt_lookup_num_tokens", None) or 0
         if drafts > cache.max_rollback:
             raise ValueError(
                 f"The cache's `max_rollback` of {cache.max_rollback} is too small for "
                 f"`prompt_lookup_num_tokens={drafts}`: all drafted tokens may have to be taken back."
+            )
+        if (drafts or kwargs.get("assistant_model") is not None) and cache.get_seq_length() > 0:
+            raise ValueError(
+                "Assisted decoding begins with an empty cache, since upstream hands over the whole text: `reset()` it."
             )
         # `_is_stateful` is how upstream says that a model's cache cannot go back, which refuses drafts. This one can.
         self._is_stateful = False
         try:
             return original(self, *args, **kwargs)
         finally:
-            del self._is_stateful
+            vars(self).pop("_is_stateful", None)
 
     return generate
 

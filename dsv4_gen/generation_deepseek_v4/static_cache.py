@@ -50,7 +50,8 @@ class DeepseekV4StaticCache(Cache):
         prompt_length (`int`, *optional*, defaults to 0): tokens of the prompt, with `max_new_tokens`.
         max_compressed_len (`int` or `dict[str, int]`, *optional*): entries of the compressors, for both kinds or by
             layer kind. Defaults to what `max_cache_len` tokens need, `ceil(max_cache_len / rate)`.
-        max_rollback (`int`, *optional*, defaults to 0): tokens that `crop` can take back.
+        max_rollback (`int`, *optional*, defaults to 0): tokens that `crop` can take back. Drafts of assisted decoding
+            need room too, beyond the last token: add `max_rollback` to the tokens then.
 
     Attributes:
         lengths: `(batch,)`, tokens that each row holds, padding not counted. None before the first use.
@@ -91,6 +92,8 @@ class DeepseekV4StaticCache(Cache):
         self.high_water: Tensor | None = None
         # The longest row as far as the host knows, an upper bound; None when only the device knows (see `reserve`).
         self._longest: int | None = 0
+        # Whether a call has begun to write and has not come to its end.
+        self.unfinished = False
 
     def _new_layer(self, kind: str) -> DeepseekV4SlidingStaticLayer:
         if kind == SLIDING:
@@ -127,6 +130,10 @@ class DeepseekV4StaticCache(Cache):
             ValueError: another batch than the cache's, a mask of another shape or not left-padded, positions that
                 are not the rows' own, or no room.
         """
+        if self.unfinished:
+            raise ValueError("The call before failed half-way, and the cache holds parts of it: `reset()` the cache.")
+        if seq == 0:
+            raise ValueError(f"The call has no new tokens; the cache has seen {self.get_seq_length()} columns already.")
         if self.lengths is not None and batch_size != self.batch_size:
             raise ValueError(
                 f"The cache holds {self.batch_size} rows, but the call has {batch_size}. Use a new cache, or change "
@@ -151,6 +158,8 @@ class DeepseekV4StaticCache(Cache):
                     f"cache has `max_cache_len={self.max_cache_len}`. Use a larger cache, or `reset()` this one."
                 )
         if position_ids is not None:
+            if position_ids.shape[-1] != seq:
+                raise ValueError(f"`position_ids` has {position_ids.shape[-1]} columns, but the call has {seq}.")
             positions = place(lengths, token_mask, self.max_cache_len).positions
             if ((positions != position_ids.to(device)) & token_mask).any():
                 raise ValueError(
@@ -190,6 +199,7 @@ class DeepseekV4StaticCache(Cache):
         self.lengths.add_(token_mask.sum(dim=1))
         self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
         self.seq_length.add_(token_mask.shape[1])
+        self.unfinished = False
 
     # Allocation
 
@@ -274,6 +284,7 @@ class DeepseekV4StaticCache(Cache):
             for counter in (self.lengths, self.high_water, self.seq_length):
                 counter.zero_()
         self._longest = 0
+        self.unfinished = False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens of every row: the cache then gives what it would have given without them.
@@ -324,8 +335,10 @@ class DeepseekV4StaticCache(Cache):
             self.lengths = mark_static(self.lengths[indices])
             self.high_water = mark_static(self.high_water[indices])
 
-    def check_config(self, config: DeepseekV4Config) -> None:
-        """Raise `ValueError` if a model with `config` keeps another state than this cache."""
+    def check_model(self, config: DeepseekV4Config, dtype: torch.dtype) -> None:
+        """Raise `ValueError` if a model with `config` and `dtype` keeps another state than this cache."""
+        if self.is_initialized and dtype != self.layers[0].dtype:
+            raise ValueError(f"The cache holds {self.layers[0].dtype}, but the model is in {dtype}. Use a new cache.")
         if config is self.config:
             return
         for field in STATE_FIELDS:
