@@ -16,7 +16,9 @@ HOOKED = [
     (upstream.DeepseekV4Model, "forward"),
     (upstream.DeepseekV4Attention, "forward"),
     (upstream.DeepseekV4ForCausalLM, "prepare_inputs_for_generation"),
+    (upstream.DeepseekV4ForCausalLM, "_prefill"),
     (upstream.DeepseekV4ForCausalLM, "_prepare_static_cache"),
+    (upstream.DeepseekV4ForCausalLM, "generate"),
 ]
 
 
