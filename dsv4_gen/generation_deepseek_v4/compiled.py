@@ -9,9 +9,10 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
+from ..static_cache_fixes import same_strides
 from .few_rows import FewRowProducts
 from .forward import reserve_call
-from .static_cache import DeepseekV4StaticCache, same_strides
+from .static_cache import DeepseekV4StaticCache
 
 # Outputs that upstream collects with hooks, which cannot be compiled into one graph.
 EAGER_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")

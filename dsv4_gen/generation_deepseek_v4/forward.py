@@ -12,15 +12,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 from transformers.utils.output_capturing import capture_outputs
 
+from ..static_cache_fixes import CACHE as CACHE_NAME
 from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .compression import compress
 from .positions import Chunk
 from .selection import Queries, join, select_entries, window_keys
 from .static_cache import DeepseekV4StaticCache
-
-# transformers renamed `past_key_values` to `cache` in 5.24, in arguments and outputs alike.
-CACHE_NAME = "cache" if "cache" in MoeModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 # Queries of a prefill that attend together: bounds the memory of scores and masks, which grows with the product of
 # queries and keys.

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
+from ..static_cache_fixes import same_strides
 from .cache_layers import (
     CSA,
     HCA,
@@ -127,8 +128,8 @@ class DeepseekV4StaticCache(Cache):
             `(batch, seq)` bool, False for padding.
 
         Raises:
-            ValueError: another batch than the cache's, a mask of another shape or not left-padded, positions that
-                are not the rows' own, or no room.
+            ValueError: a call before that failed half-way, no tokens, another batch than the cache's, a mask of another
+                shape or not left-padded, positions that are not the rows' own, or no room.
         """
         if self.unfinished:
             raise ValueError("The call before failed half-way, and the cache holds parts of it: `reset()` the cache.")
@@ -364,14 +365,6 @@ def new_token_mask(attention_mask: Tensor | None, batch_size: int, seq: int, dev
             f"you like, of those before), but its shape is {tuple(attention_mask.shape)}."
         )
     return same_strides(attention_mask[:, -seq:]).to(device=device, dtype=torch.bool)
-
-
-def same_strides(tensor: Tensor) -> Tensor:
-    """A copy with the strides of a new tensor: a slice has those of the whole, for which the compiler starts over.
-
-    `contiguous()` does not do, since it returns a slice of a single row as it is.
-    """
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _deepseek_v4_config(config) -> DeepseekV4Config:
