@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_exact import static_logits
 from tiny import CSA, HCA, SLIDING, random_ids, tiny_config, tiny_model
+from torch.utils._pytree import tree_map
 from transformers import DeepseekV4Config, DynamicCache, LlamaConfig
 
 from dsv4_gen import DeepseekV4StaticCache
@@ -139,6 +140,15 @@ def test_a_deep_copy_is_independent():
     copied = copy.deepcopy(cache)
     expected = static_logits(MODEL, [row[20:]], [[1], [19]], cache)[0]
     assert copied.lengths.tolist() == [20]
+    assert torch.equal(static_logits(MODEL, [row[20:]], [[1], [19]], copied)[0], expected)
+
+
+def test_layers_are_trees_of_their_tensors():
+    cache, row = new_cache(), random_ids(40)
+    static_logits(MODEL, [row], [[20]], cache)
+    copied = copy.deepcopy(cache)
+    copied.layers = tree_map(torch.clone, cache.layers)
+    expected = static_logits(MODEL, [row[20:]], [[1], [19]], cache)[0]
     assert torch.equal(static_logits(MODEL, [row[20:]], [[1], [19]], copied)[0], expected)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_exact import dynamic_logits
-from tiny import random_ids, tiny_model
+from tiny import CSA, HCA, SLIDING, random_ids, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
@@ -118,6 +118,22 @@ def test_outputs_that_hooks_collect_come_from_an_eager_call():
     cache = DeepseekV4StaticCache(MODEL.config, max_cache_len=8)
     output = forward(random_ids(1, 1), cache=cache, output_hidden_states=True, output_attentions=True)
     assert len(output.hidden_states) == 5 and len(output.attentions) == 4 and graphs() == 0
+
+
+def test_a_kind_of_layer_is_traced_once_however_many_there_are():
+    regions = []
+
+    def count_regions(graph, inputs):
+        regions.append(sum("subgraph" in name for name, _ in graph.named_children()))
+        return graph
+
+    for pairs in (1, 4):
+        model = tiny_model(layer_types=[SLIDING] + pairs * [CSA, HCA])
+        ids, cache = random_ids(1, 50), DeepseekV4StaticCache(model.config, max_cache_len=50)
+        forward = compile_forward(model, backend=count_regions)
+        logits = torch.cat([forward(ids[:, i : i + 1], cache=cache).logits for i in range(50)], dim=1)
+        torch.testing.assert_close(logits[0], dynamic_logits(model, ids[0]), atol=2e-5, rtol=0)
+    assert regions == [3, 3]
 
 
 def test_inductor_agrees_with_the_dynamic_model():

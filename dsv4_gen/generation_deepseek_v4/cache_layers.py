@@ -13,6 +13,7 @@ from math import ceil
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
@@ -334,3 +335,33 @@ def read(buffer: Tensor, slots: Tensor) -> Tensor:
     """The slots `(batch, n)` of `buffer`, `(batch, size + 1, width)`."""
     rows = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
     return buffer[rows, slots]
+
+
+def flatten(state) -> tuple[list, tuple]:
+    """The tensors of a layer or of a compressor, and everything else by name."""
+    children, sizes = {}, {}
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor | CompressorState):
+            children[name] = value
+        else:
+            sizes[name] = value
+    return list(children.values()), (type(state), tuple(children), tuple(sizes.items()))
+
+
+def unflatten(children: list, context: tuple):
+    """The layer or the compressor that `flatten` took apart, around other tensors."""
+    state_class, names, sizes = context
+    state = state_class.__new__(state_class)
+    vars(state).update(zip(names, children))
+    vars(state).update(sizes)
+    return state
+
+
+# The compiler traces a layer once for all that are alike, if it can see what they are made of (see `run_layer`).
+for state_class in (
+    CompressorState,
+    DeepseekV4SlidingStaticLayer,
+    DeepseekV4HCAStaticLayer,
+    DeepseekV4CSAStaticLayer,
+):
+    register_pytree_node(state_class, flatten, unflatten)

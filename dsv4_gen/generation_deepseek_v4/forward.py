@@ -28,14 +28,15 @@ QUERY_BLOCK = 128
 def run_layer(layer: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
     """One of upstream's `DeepseekV4DecoderLayer`s, with its own state among `kwargs`.
 
-    A region of its own to the compiler, which therefore compiles each kind of layer once, however many there are. A
-    region may not change its inputs before torch 2.13; there the layers are compiled one by one.
+    A region of its own to the compiler, which therefore traces and compiles each kind of layer once, however many there
+    are. A region may not change its inputs before torch 2.13; there the layers are compiled one by one.
     """
     return layer(hidden_states, **kwargs)
 
 
 if Version(torch.__version__) >= Version("2.13"):
-    run_layer = torch.compiler.nested_compile_region(run_layer)
+    # More kinds than any model has, each on many devices: torch raises where there are more.
+    run_layer = torch.compiler.nested_compile_region(run_layer, max_reuse_entries=256)
 
 
 @torch.no_grad()  # the state is changed in place, through which nothing can be differentiated
