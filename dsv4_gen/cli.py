@@ -65,22 +65,37 @@ def _add_cache_info(commands) -> None:
 
 
 def _add_bench(commands) -> None:
-    bench = commands.add_parser("bench", help="time decode steps", description=speed.__doc__)
+    bench = commands.add_parser("bench", help="time it beside the dynamic cache", description=speed.__doc__)
     bench.formatter_class = argparse.RawDescriptionHelpFormatter
+    bench.add_argument("--sections", choices=speed.SECTIONS, nargs="+", default=speed.SECTIONS, help="default: all")
     bench.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768], metavar="N", help="tokens held")
+    bench.add_argument("--prompts", type=int, nargs="+", default=[512, 2048], metavar="N", help="tokens to prefill")
     bench.add_argument("--dtype", choices=DTYPES, nargs="+", default=["float32", "bfloat16"])
     bench.add_argument("--batch", type=int, nargs="+", default=[1, 4], metavar="N", help="rows (default: 1 4)")
     bench.add_argument("--layers", type=int, default=8, metavar="N", help="of the model (default: 8)")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write all measurements there")
+    bench.add_argument("--depths", type=int, nargs="+", default=[4, 16], metavar="N", help="layers to compile")
+    bench.add_argument("--output", type=Path, default="bench", metavar="FOLDER", help="for JSON and plots (bench)")
     bench.set_defaults(run=_bench, usage_error=bench.error)
 
 
 def _bench(arguments: argparse.Namespace) -> None:
     if any(context < 128 or context % 128 for context in arguments.contexts):
         arguments.usage_error("--contexts must be multiples of 128, the coarser compression rate")
-    dtypes = [DTYPES[name] for name in arguments.dtype]
-    rows = speed.run(arguments.contexts, dtypes, arguments.batch, arguments.layers, arguments.json)
-    print(format_table(rows))
+    for option in ("prompts", "batch", "depths"):
+        if any(value < 1 for value in getattr(arguments, option)):
+            arguments.usage_error(f"--{option} must be at least 1")
+    if arguments.layers < 1:
+        arguments.usage_error("--layers must be at least 1")
+    speed.run(
+        sections=arguments.sections,
+        contexts=arguments.contexts,
+        dtypes=[DTYPES[name] for name in arguments.dtype],
+        batches=arguments.batch,
+        prompts=arguments.prompts,
+        depths=arguments.depths,
+        layers=arguments.layers,
+        output=arguments.output,
+    )
 
 
 def _demo(arguments: argparse.Namespace) -> None:

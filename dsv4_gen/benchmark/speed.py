@@ -1,179 +1,246 @@
-"""What a decode step takes: the static cache compiled and eager, beside transformers' dynamic cache, in one run.
+"""What steps, prompts and compiling take: the static cache, beside what a user would otherwise run, in one run.
 
-    python -m dsv4_gen bench --contexts 1024 8192 --dtype bfloat16 --batch 1
+    python -m dsv4_gen bench --sections decode --contexts 1024 8192 --dtype bfloat16 --batch 1
 
-A context is filled by writing random state, not by prefilling it. Steps of all contenders take turns; the table has
-their medians and quartiles, and the *roofline*: the bytes that a step must read, over the bandwidth that a large
-matrix-vector product reaches in the same run.
+decode    a step by context, batch and dtype: transformers' dynamic cache, the static one eager and compiled, and the
+          *roofline*: the bytes that a step must read, over the bandwidth that a large matrix-vector product reaches
+dense     a compiled step that attends to all entries through a mask, as upstream does, beside one that gathers
+capacity  a compiled step of 2,048 tokens in a cache for 4,096 and in one for 262,144
+prefill   prompts at once and in compiled chunks
+compile   seconds to compile a step, by depth
+graphs    graphs compiled over twelve steps
+bytes     of the cache, by context
+
+A context is filled by writing random state, not by prefilling it. Contenders take turns, warmed up; tables have
+medians, and the quartiles of the compiled static cache. All is written as JSON, and plotted if matplotlib is there.
 """
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median, quantiles
+from unittest.mock import patch
 
 import torch
-from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from transformers import DeepseekV4ForCausalLM, DynamicCache
 
-from ..generation_deepseek_v4.cache_layers import CSA, HCA, SLIDING
+from ..generation_deepseek_v4 import forward as static_forward
 from ..generation_deepseek_v4.compiled import DeepseekV4StaticForward, compile_forward
 from ..generation_deepseek_v4.forward import CACHE_NAME
+from ..generation_deepseek_v4.selection import select_entries
 from ..generation_deepseek_v4.static_cache import DeepseekV4StaticCache
+from ..memory import cache_nbytes
+from ..tables import format_table
 from .random_model import random_model
+from .timing import bandwidth, interleaved_seconds, milliseconds
+from .workload import (
+    ROOM,
+    benchmark_config,
+    bytes_read_per_step,
+    filled_dynamic_cache,
+    filled_static_cache,
+)
 
-WARM_UP, ROUNDS = 3, 20
-ROOM = 256  # tokens beyond the context, for the steps that are timed
-
-
-def benchmark_config(layers: int = 8) -> DeepseekV4Config:
-    """Heads, windows and rates of the public models at an eighth of their width; layer 0 slides, then CSA and HCA."""
-    return DeepseekV4Config(
-        vocab_size=8192,
-        hidden_size=512,
-        moe_intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        head_dim=512,
-        partial_rotary_factor=64 / 512,
-        q_lora_rank=256,
-        num_experts_per_tok=4,
-        n_routed_experts=16,
-        o_groups=4,
-        o_lora_rank=128,
-        sliding_window=128,
-        compress_rates={CSA: 4, HCA: 128},
-        index_n_heads=16,
-        index_head_dim=128,
-        index_topk=128,
-        layer_types=[SLIDING] + [CSA if i % 2 == 0 else HCA for i in range(layers - 1)],
-        mlp_layer_types=["hash_moe"] + ["moe"] * (layers - 1),
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        max_position_embeddings=1_048_576,
-    )
+COMPILED = "static, compiled"
+CHUNK_SIZE = 256
 
 
-def filled_static_cache(model: DeepseekV4ForCausalLM, context: int, batch_size: int) -> DeepseekV4StaticCache:
-    """A static cache that holds `context` tokens of random state in every row."""
-    cache = DeepseekV4StaticCache(model.config, max_cache_len=context + ROOM)
-    cache.early_initialization(batch_size, 1, model.config.head_dim, model.dtype, model.device)
-    for tensor in cache.tensors().values():
-        if tensor.is_floating_point():
-            tensor.normal_()
-        else:
-            tensor.fill_(context)
-    cache.recount()
-    return cache
-
-
-def filled_dynamic_cache(model: DeepseekV4ForCausalLM, context: int, batch_size: int) -> DynamicCache:
-    """transformers' dynamic cache of the same context, `context` a multiple of the rates."""
-    config, cache = model.config, DynamicCache(config=model.config)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(batch_size, *shape, dtype=model.dtype, device=model.device)
-
-    for kind, layer in zip(config.layer_types, cache.layers):
-        window = random(1, min(context, config.sliding_window - 1), config.head_dim)
-        layer.lazy_initialization(window, window)
-        layer.keys = layer.values = window
-        layer.cumulative_length = context
-        if kind == SLIDING:
-            continue
-        rate = config.compress_rates[kind]
-        for name in layer.entry_count:
-            width = config.head_dim if name == "compressor" else config.index_head_dim
-            layer.compressed_kv[name], layer.entry_count[name] = random(context // rate, width), context // rate
-            if kind == CSA:
-                layer.overlap_kv[name], layer.overlap_gate[name] = random(rate, width), random(rate, width)
-    return cache
+def tokens(batch_size: int = 1, seq: int = 1) -> torch.Tensor:
+    return torch.randint(1, 8192, (batch_size, seq), generator=torch.Generator().manual_seed(0))
 
 
 def decode_steps(model: DeepseekV4ForCausalLM, context: int, batch_size: int) -> dict[str, Callable[[], object]]:
     """One decode step of each contender, by name, on a context of its own."""
-    token = torch.ones(batch_size, 1, dtype=torch.long)
-    dynamic = filled_dynamic_cache(model, context, batch_size)
+    token, dynamic = tokens(batch_size), filled_dynamic_cache(model, context, batch_size)
     eager, compiled = (filled_static_cache(model, context, batch_size) for _ in range(2))
     run_eager, run_compiled = DeepseekV4StaticForward(model), compile_forward(model)
     return {
         "dynamic, eager": lambda: model(token, **{CACHE_NAME: dynamic}),
         "static, eager": lambda: run_eager(token, cache=eager),
-        "static, compiled": lambda: run_compiled(token, cache=compiled),
+        COMPILED: lambda: run_compiled(token, cache=compiled),
     }
 
 
-def interleaved_seconds(steps: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, list[float]]:
-    """Seconds of every round of every step; the steps take turns, so that noise meets all of them."""
-    seconds = {name: [] for name in steps}
-    for round_number in range(WARM_UP + rounds):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            if round_number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def bytes_read_per_step(model: DeepseekV4ForCausalLM, context: int, batch_size: int) -> int:
-    """The weights that one token uses (its experts, one row of the embedding), and the cache that it looks at."""
-    config, weights = model.config, 0
-    for name, parameter in model.named_parameters():
-        if "embed_tokens" in name:
-            continue
-        active = min(1.0, batch_size * config.num_experts_per_tok / config.n_routed_experts)
-        weights += parameter.nbytes * (active if ".experts." in name else 1)
-    cache = 0
-    for kind in config.layer_types:
-        rows = config.sliding_window * config.head_dim
-        if kind == HCA:
-            rows += (context // config.compress_rates[HCA]) * config.head_dim
-        if kind == CSA:
-            entries = context // config.compress_rates[CSA]
-            rows += min(entries, config.index_topk) * config.head_dim + entries * config.index_head_dim
-        cache += rows * batch_size * model.dtype.itemsize
-    return int(weights) + cache
-
-
-def bandwidth() -> float:
-    """Bytes per second that a matrix-vector product of 512 MiB reaches, the best of several."""
-    matrix, vector = torch.randn(16384, 8192), torch.randn(8192)
-    seconds = interleaved_seconds({"product": lambda: matrix @ vector}, rounds=5)["product"]
-    return matrix.nbytes / min(seconds)
-
-
-@torch.inference_mode()
-def run(
-    contexts: list[int], dtypes: list[torch.dtype], batches: list[int], layers: int, json_path: Path | None
-) -> list[dict]:
-    """Time decode steps over contexts, dtypes and batches; write all of it to `json_path` if there is one.
-
-    Returns:
-        A row per setting, for `format_table`.
-    """
-    rows, records, peak = [], [], bandwidth()
+def decode(contexts: list[int], dtypes: list[torch.dtype], batches: list[int], layers: int) -> Iterator[dict]:
+    peak = bandwidth()
     for dtype in dtypes:
         model = random_model(benchmark_config(layers), dtype=dtype)
         for batch_size in batches:
             for context in contexts:
                 torch._dynamo.reset()
                 seconds = interleaved_seconds(decode_steps(model, context, batch_size))
+                row = {"dtype": name(dtype), "batch": batch_size, "context": context}
+                row |= milliseconds(seconds, quartiles_of=COMPILED)
+                row["times faster"] = row["dynamic, eager, ms"] / row[f"{COMPILED}, ms"]
                 floor = bytes_read_per_step(model, context, batch_size) / peak
-                medians = {name: median(values) * 1e3 for name, values in seconds.items()}
-                low, _, high = quantiles(seconds["static, compiled"], n=4)
-                rows.append(
-                    {
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "batch": batch_size,
-                        "context": context,
-                        **{f"{name}, ms": value for name, value in medians.items()},
-                        "quartiles": f"{low * 1e3:.1f}-{high * 1e3:.1f}",
-                        "times faster": medians["dynamic, eager"] / medians["static, compiled"],
-                        "% of roofline": 100 * floor * 1e3 / medians["static, compiled"],
-                    }
-                )
-                records.append(rows[-1] | {"seconds": seconds, "roofline seconds": floor})
-    if json_path is not None:
-        json_path.write_text(json.dumps({"bandwidth": peak, "torch": torch.__version__, "decode": records}, indent=1))
-    return rows
+                row["% of roofline"] = 100 * floor * 1e3 / row[f"{COMPILED}, ms"]
+                yield row | {"GB/s": peak / 1e9}
+
+
+@contextmanager
+def attend_densely() -> Iterator[None]:
+    """Attend to all entries through a mask, where the package would gather the chosen ones."""
+
+    def select(*args, mask_only: bool):
+        return select_entries(*args, mask_only=True)
+
+    with patch.object(static_forward, "select_entries", select):
+        yield
+
+
+def dense_steps(model: DeepseekV4ForCausalLM, context: int) -> dict[str, Callable[[], object]]:
+    token, gathering, masking = tokens(), compile_forward(model), compile_forward(model)
+    cache, other = filled_static_cache(model, context), filled_static_cache(model, context)
+
+    def masked_step():
+        with attend_densely():
+            masking(token, cache=other)
+
+    return {COMPILED: lambda: gathering(token, cache=cache), "dense": masked_step}
+
+
+def dense(contexts: list[int], dtypes: list[torch.dtype], layers: int) -> Iterator[dict]:
+    for dtype in dtypes:
+        model = random_model(benchmark_config(layers), dtype=dtype)
+        for context in contexts:
+            torch._dynamo.reset()
+            seconds = interleaved_seconds(dense_steps(model, context))
+            row = {"dtype": name(dtype), "context": context} | milliseconds(seconds, quartiles_of=COMPILED)
+            yield row | {"gathering, times faster": row["dense, ms"] / row[f"{COMPILED}, ms"]}
+
+
+def step_with_room(
+    model: DeepseekV4ForCausalLM, held: int, max_cache_len: int, min_attended_len: int | None
+) -> Callable[[], object]:
+    run, token = compile_forward(model, min_attended_len=min_attended_len), tokens()
+    cache = filled_static_cache(model, held, max_cache_len=max_cache_len)
+    return lambda: run(token, cache=cache)
+
+
+def capacity(dtypes: list[torch.dtype], layers: int) -> Iterator[dict]:
+    held, small, large = 2048, 4096, 262_144
+    for dtype in dtypes:
+        torch._dynamo.reset()
+        model = random_model(benchmark_config(layers), dtype=dtype)
+        fits, roomy = f"room for {small:,}", f"{large:,}, min_attended_len={small:,}"
+        steps = {
+            fits: step_with_room(model, held, small, None),
+            roomy: step_with_room(model, held, large, small),
+            f"{large:,}": step_with_room(model, held, large, None),
+        }
+        row = {"dtype": name(dtype)} | milliseconds(interleaved_seconds(steps), quartiles_of=roomy)
+        yield row | {"times slower": f"{row[f'{roomy}, ms'] / row[f'{fits}, ms']:.2f}"}
+
+
+def prefill_steps(model: DeepseekV4ForCausalLM, length: int) -> dict[str, Callable[[], object]]:
+    prompt, cache = tokens(seq=length), DeepseekV4StaticCache(model.config, max_cache_len=length + ROOM)
+    run_eager, run_compiled = DeepseekV4StaticForward(model), compile_forward(model, prefill_chunk_size=CHUNK_SIZE)
+
+    def dynamic():
+        model(prompt, logits_to_keep=1, **{CACHE_NAME: DynamicCache(config=model.config)})
+
+    def static(run):
+        cache.reset()
+        run(prompt, cache=cache, logits_to_keep=1)
+
+    return {
+        "dynamic, eager": dynamic,
+        "static, eager": lambda: static(run_eager),
+        COMPILED: lambda: static(run_compiled),
+    }
+
+
+def prefill(lengths: list[int], dtypes: list[torch.dtype], layers: int) -> Iterator[dict]:
+    for dtype in dtypes:
+        model = random_model(benchmark_config(layers), dtype=dtype)
+        for length in lengths:
+            torch._dynamo.reset()
+            seconds = interleaved_seconds(prefill_steps(model, length), rounds=3, warm_up=1)
+            row = {"dtype": name(dtype), "prompt": length} | milliseconds(seconds, quartiles_of=COMPILED)
+            row["tokens/s"] = length * 1e3 / row[f"{COMPILED}, ms"]
+            yield row | {"times faster": row["dynamic, eager, ms"] / row[f"{COMPILED}, ms"]}
+
+
+def compile_time(depths: list[int], context: int) -> Iterator[dict]:
+    first = None
+    for depth in depths:
+        torch._dynamo.reset()
+        model = random_model(benchmark_config(depth))
+        run, cache = compile_forward(model), filled_static_cache(model, context)
+        with fresh_cache():
+            start = time.perf_counter()
+            run(tokens(), cache=cache)
+            seconds = time.perf_counter() - start
+        first = first or seconds
+        yield {"layers": depth, "seconds to compile a step": seconds, "times the first": f"{seconds / first:.2f}"}
+
+
+def graphs(steps: int = 12) -> Iterator[dict]:
+    model, token = random_model(benchmark_config(layers=3)), tokens()
+    dynamic, static = filled_dynamic_cache(model, 1024), filled_static_cache(model, 1024)
+    run_dynamic, run_static = torch.compile(model.forward, backend="eager"), compile_forward(model, backend="eager")
+    for title, step in (
+        ("dynamic, compiled", lambda: run_dynamic(token, **{CACHE_NAME: dynamic})),
+        (COMPILED, lambda: run_static(token, cache=static)),
+    ):
+        torch._dynamo.reset()
+        counters.clear()
+        for _ in range(steps):
+            step()
+        count = counters["stats"]["unique_graphs"]
+        limit = torch._dynamo.config.recompile_limit
+        then = "eager from there on" if count >= limit else "compiled"
+        yield {"cache": title, "steps": steps, "graphs": count, "then": then}
+
+
+def cache_bytes(contexts: list[int], dtypes: list[torch.dtype], batches: list[int], layers: int) -> Iterator[dict]:
+    config = benchmark_config(layers)
+    for dtype in dtypes:
+        for batch_size in batches:
+            for context in contexts:
+                mib = cache_nbytes(config, context, batch_size=batch_size, dtype=dtype) / 2**20
+                yield {"dtype": name(dtype), "batch": batch_size, "context": context, "cache, MiB": mib}
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+SECTIONS = ("decode", "dense", "capacity", "prefill", "compile", "graphs", "bytes")
+
+
+@torch.inference_mode()
+def run(
+    sections: list[str],
+    contexts: list[int],
+    dtypes: list[torch.dtype],
+    batches: list[int],
+    prompts: list[int],
+    depths: list[int],
+    layers: int,
+    output: Path,
+) -> None:
+    """Run the sections, print each one's table, and write all of them to `output`, a folder: `bench.json` and plots."""
+    measure = {
+        "decode": lambda: decode(contexts, dtypes, batches, layers),
+        "dense": lambda: dense(contexts, dtypes, layers),
+        "capacity": lambda: capacity(dtypes, layers),
+        "prefill": lambda: prefill(prompts, dtypes, layers),
+        "compile": lambda: compile_time(depths, contexts[0]),
+        "graphs": graphs,
+        "bytes": lambda: cache_bytes(contexts, dtypes, batches, layers),
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    measured = {"torch": torch.__version__, "threads": torch.get_num_threads(), "layers": layers}
+    for section in sections:
+        measured[section] = list(measure[section]())
+        print(f"\n{section}\n{format_table(measured[section])}", flush=True)
+        (output / "bench.json").write_text(json.dumps(measured, indent=1) + "\n")
+    try:
+        from .plots import plot
+    except ImportError:  # matplotlib is not a dependency
+        return
+    plot(measured, output)
