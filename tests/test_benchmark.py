@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from tiny import random_ids, tiny_model
+from tiny import allocated_cache, random_ids, tiny_model
 
 from dsv4_gen import DeepseekV4StaticCache
 from dsv4_gen.benchmark.speed import attend_densely
@@ -46,6 +46,5 @@ def test_the_command_prints_tables_and_writes_them(tmp_path, capsys):
     main(["bench", "--sections", "bytes", "--contexts", "1024", "--batch", "1", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "bench.json").read_text())["bytes"]
     assert [row["dtype"] for row in rows] == ["float32", "bfloat16"] and "cache, MiB" in capsys.readouterr().out
-    cache = DeepseekV4StaticCache(benchmark_config(), max_cache_len=1024)
-    cache.early_initialization(1, 1, 512, torch.float32, torch.device("cpu"))
+    cache = allocated_cache(benchmark_config(), 1024, dtype=torch.float32)
     assert rows[0]["cache, MiB"] == pytest.approx(cache.nbytes / 2**20)

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_exact import static_logits
-from tiny import CSA, HCA, SLIDING, random_ids, tiny_config, tiny_model
+from tiny import CACHE_SIZES, CSA, HCA, SLIDING, allocated_cache, random_ids, tiny_config, tiny_model
 from torch.utils._pytree import tree_map
 from transformers import DeepseekV4Config, DynamicCache, LlamaConfig
 
@@ -51,17 +50,10 @@ def test_there_is_no_indexer_when_all_entries_would_be_chosen():
 
 
 @settings(max_examples=60)
-@given(
-    st.lists(st.sampled_from([SLIDING, HCA, CSA]), min_size=1, max_size=4),
-    st.integers(1, 300),
-    st.integers(1, 3),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.integers(0, 40),
-)
+@given(**CACHE_SIZES)
 def test_the_formula_predicts_the_bytes(layer_types, max_cache_len, batch_size, dtype, max_rollback):
     config = tiny_config(layer_types=layer_types)
-    cache = DeepseekV4StaticCache(config, max_cache_len, max_rollback=max_rollback)
-    cache.early_initialization(batch_size, 1, config.head_dim, dtype, "cpu")
+    cache = allocated_cache(config, max_cache_len, batch_size, dtype, max_rollback=max_rollback)
     sizes = {"batch_size": batch_size, "dtype": dtype, "max_rollback": max_rollback}
     assert (
         cache.nbytes == cache_nbytes(config, max_cache_len, **sizes) == sum(t.nbytes for t in cache.tensors().values())

@@ -4,34 +4,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CSA, HCA, SLIDING, tiny_config
+from tiny import CACHE_SIZES, CSA, HCA, SLIDING, allocated_cache, tiny_config
 
-from dsv4_gen import DeepseekV4StaticCache
 from dsv4_gen.cli import format_bytes, main
 from dsv4_gen.memory import cache_nbytes, longest_context, plan_cache_memory, public_config
 
 
-def allocated(config, max_cache_len, batch_size=1, dtype=torch.bfloat16, **sizes):
-    cache = DeepseekV4StaticCache(config, max_cache_len, **sizes)
-    cache.early_initialization(batch_size, 1, config.head_dim, dtype, "cpu")
-    return cache
-
-
 @settings(max_examples=60)
-@given(
-    st.lists(st.sampled_from([SLIDING, HCA, CSA]), min_size=1, max_size=4),
-    st.integers(1, 300),
-    st.integers(1, 3),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.integers(0, 40),
-    st.sampled_from([None, 400]),
-)
+@given(**CACHE_SIZES, max_compressed_len=st.sampled_from([None, 400]))
 def test_the_plan_is_what_gets_allocated_by_layer_kind_and_in_all(
     layer_types, max_cache_len, batch_size, dtype, max_rollback, max_compressed_len
 ):
     config, sizes = tiny_config(layer_types=layer_types), {"max_rollback": max_rollback}
     sizes["max_compressed_len"] = max_compressed_len
-    cache = allocated(config, max_cache_len, batch_size, dtype, **sizes)
+    cache = allocated_cache(config, max_cache_len, batch_size, dtype, **sizes)
     plan = plan_cache_memory(config, max_cache_len, batch_size=batch_size, dtype=dtype, **sizes)
     assert plan.total == cache.nbytes
     for kind in plan.kinds:
@@ -65,7 +51,7 @@ def test_the_public_models(model, tokens, size):
     assert format_bytes(plan.total) == size
     assert plan.total == cache_nbytes(public_config(model), tokens)
     if tokens == 4096:
-        assert plan.total == allocated(public_config(model), tokens).nbytes
+        assert plan.total == allocated_cache(public_config(model), tokens).nbytes
 
 
 def test_the_public_models_have_the_layers_of_their_checkpoints():
@@ -107,7 +93,7 @@ def test_the_command_plans_a_checkpoint_folder_with_batch_dtype_and_rollback(tmp
     config.save_pretrained(tmp_path)
     options = "--context 90 --batch 2 --dtype float32 --max-rollback 5"
     main(["plan", "--model", str(tmp_path), *options.split()])
-    cache = allocated(config, 90, batch_size=2, dtype=torch.float32, max_rollback=5)
+    cache = allocated_cache(config, 90, batch_size=2, dtype=torch.float32, max_rollback=5)
     assert f"Exactly {cache.nbytes:,} bytes" in capsys.readouterr().out
 
 

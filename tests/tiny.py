@@ -1,11 +1,22 @@
 """Small random-weight DeepSeek-V4 models, for tests that compare with transformers' own dynamic path."""
 
 import torch
+from hypothesis import strategies as st
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from dsv4_gen import DeepseekV4StaticCache
 from dsv4_gen.benchmark.random_model import random_model
 
 SLIDING, HCA, CSA = "sliding_attention", "heavily_compressed_attention", "compressed_sparse_attention"
+
+# What decides a cache's bytes.
+CACHE_SIZES = {
+    "layer_types": st.lists(st.sampled_from([SLIDING, HCA, CSA]), min_size=1, max_size=4),
+    "max_cache_len": st.integers(1, 300),
+    "batch_size": st.integers(1, 3),
+    "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
+    "max_rollback": st.integers(0, 40),
+}
 
 
 def tiny_config(**changes) -> DeepseekV4Config:
@@ -48,3 +59,10 @@ def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> 
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     """Token ids, none of which is the padding token 0."""
     return torch.randint(1, 128, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def allocated_cache(config, max_cache_len, batch_size=1, dtype=torch.bfloat16, **sizes) -> DeepseekV4StaticCache:
+    """An empty cache with all its tensors."""
+    cache = DeepseekV4StaticCache(config, max_cache_len, **sizes)
+    cache.early_initialization(batch_size, 1, config.head_dim, dtype, "cpu")
+    return cache
