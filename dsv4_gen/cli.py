@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config, DeepseekV4
 from .benchmark import speed
 from .benchmark.random_model import demo_config, random_model
 from .demo import describe, random_prompts, run_demo
-from .generation_deepseek_v4.static_cache import SHORT_NAMES
+from .generation_deepseek_v4.sizes import SHORT_NAMES
 from .memory import PUBLIC_MODELS, longest_context, plan_cache_memory, public_config
 from .prompt_cache import STATE_DTYPES, prompt_cache_info
 from .tables import format_table

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm
 from transformers import CompileConfig, DeepseekV4ForCausalLM
 
-from .generation_deepseek_v4.cache_layers import CSA
-from .memory import cache_nbytes
+from .generation_deepseek_v4.sizes import CSA
+from .memory import plan_cache_memory
 
 PROMPT_LENGTHS = (5, 24, 61)
 
@@ -53,7 +53,7 @@ def run_demo(model: DeepseekV4ForCausalLM, prompts: list[Tensor], max_new_tokens
                 "graphs": counters["stats"]["unique_graphs"] - graphs_before,
                 "same tokens": torch.equal(dynamic_tokens, static_tokens),
                 "same tokens, eager": torch.equal(dynamic_tokens, model.generate(prompt, **settings, **eager)),
-                "cache bytes": cache_nbytes(model.config, max_cache_len, dtype=model.dtype),
+                "cache bytes": plan_cache_memory(model.config, max_cache_len, dtype=model.dtype).total,
                 "tokens": static_tokens,
             }
         )

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import torch
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-from .generation_deepseek_v4.cache_layers import CSA, HCA, SLIDING, compressed_len, needs_indexer, ring_size
+from .generation_deepseek_v4.cache_layers import DeepseekV4SlidingStaticLayer
+from .generation_deepseek_v4.sizes import CSA, HCA, SLIDING
 from .generation_deepseek_v4.static_cache import DeepseekV4StaticCache
-
-LENGTH_BYTES = torch.long.itemsize
 
 # What shapes the cache of the public models.
 PUBLIC_MODELS = {
@@ -29,96 +28,6 @@ def public_config(name: str) -> DeepseekV4Config:
         max_position_embeddings=1_048_576,
         **model,
     )
-
-
-@dataclass(frozen=True)
-class LayerMemory:
-    """Bytes of one layer's state.
-
-    Attributes:
-        rings: its rings of tokens, which do not grow with the context once it is longer than them.
-        entries: its compressor's and its indexer's entries, which do.
-    """
-
-    rings: int
-    entries: int
-
-    @property
-    def total(self) -> int:
-        return self.rings + self.entries
-
-
-def layer_memory(
-    config: DeepseekV4Config,
-    kind: str,
-    max_cache_len: int,
-    *,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    max_rollback: int = 0,
-    max_compressed_len: int | None = None,
-) -> LayerMemory:
-    """Bytes of a layer of `kind` in a `DeepseekV4StaticCache` of these sizes. Every buffer has one slot to spare.
-
-    Example:
-        >>> layer_memory(config, "heavily_compressed_attention", max_cache_len=1_048_576).entries
-    """
-    channel = batch_size * dtype.itemsize
-    sliding = (ring_size(config.sliding_window, max_rollback, max_cache_len) + 1) * config.head_dim
-    if kind == SLIDING:
-        return LayerMemory(rings=sliding * channel, entries=0)
-
-    rate = config.compress_rates[kind]
-    entries = max_compressed_len or compressed_len(max_cache_len, rate)
-    if kind == HCA:
-        source = (ring_size(rate, max_rollback, max_cache_len) + 1) * 2  # kv and gate
-        return LayerMemory(
-            rings=(sliding + source * config.head_dim) * channel, entries=(entries + 1) * config.head_dim * channel
-        )
-    source = (ring_size(2 * rate, max_rollback, max_cache_len) + 1) * 2 * 2  # kv and gate, Ca and Cb
-    widths = config.head_dim + (config.index_head_dim if needs_indexer(config, entries) else 0)
-    return LayerMemory(rings=(sliding + source * widths) * channel, entries=(entries + 1) * widths * channel)
-
-
-def cache_nbytes(
-    config: DeepseekV4Config,
-    max_cache_len: int,
-    *,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    max_rollback: int = 0,
-    max_compressed_len: dict[str, int] | None = None,
-) -> int:
-    """`cache.nbytes` of a `DeepseekV4StaticCache` of these sizes, to the byte.
-
-    Args:
-        config: the model's config.
-        max_cache_len: tokens that a row can hold.
-        batch_size: rows.
-        dtype: of the model.
-        max_rollback, max_compressed_len: as in `DeepseekV4StaticCache`.
-
-    Example:
-        >>> cache_nbytes(DeepseekV4Config(), max_cache_len=131_072)
-    """
-    layers = sum(
-        layer_memory(
-            config,
-            kind,
-            max_cache_len,
-            batch_size=batch_size,
-            dtype=dtype,
-            max_rollback=max_rollback,
-            max_compressed_len=(max_compressed_len or {}).get(kind),
-        ).total
-        for kind in config.layer_types
-    )
-    return layers + lengths_nbytes(batch_size)
-
-
-def lengths_nbytes(batch_size: int) -> int:
-    """Bytes of a cache's `lengths`, `high_water` and `seq_length`."""
-    return (2 * batch_size + 1) * LENGTH_BYTES
 
 
 @dataclass(frozen=True)
@@ -195,21 +104,23 @@ def plan_cache_memory(
     """
     if batch_size < 1:
         raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
-    # Allocates nothing, but checks the sizes and fills in the compressed lengths.
     cache = DeepseekV4StaticCache(
         config, max_cache_len, max_rollback=max_rollback, max_compressed_len=max_compressed_len
     )
-    sizes = {"batch_size": batch_size, "dtype": dtype, "max_rollback": max_rollback}
-    kinds = []
-    for kind in (SLIDING, CSA, HCA):
-        if layers := cache.config.layer_types.count(kind):
-            slots = cache.max_compressed_len.get(kind)
-            layer = layer_memory(cache.config, kind, max_cache_len, **sizes, max_compressed_len=slots)
-            per_token = 0.0 if kind == SLIDING else layer.entries / (slots + 1) / cache.config.compress_rates[kind]
-            kinds.append(
-                KindMemory(kind, layers, layers * layer.rings, layers * layer.entries, per_token=layers * per_token)
-            )
-    return CachePlan(kinds, lengths=lengths_nbytes(batch_size))
+    # The cache itself, on the device that has shapes and no memory.
+    cache.early_initialization(batch_size, 1, cache.layers[0].sizes.head_dim, dtype, torch.device("meta"))
+    kinds = [kind_memory(kind, [layer for layer in cache.layers if layer.kind == kind]) for kind in (SLIDING, CSA, HCA)]
+    lengths = sum(tensor.nbytes for tensor in (cache.lengths, cache.high_water, cache.seq_length))
+    return CachePlan([kind for kind in kinds if kind.layers], lengths)
+
+
+def kind_memory(kind: str, layers: list[DeepseekV4SlidingStaticLayer]) -> KindMemory:
+    """Bytes of the layers of one kind, which have been allocated."""
+    total = sum(tensor.nbytes for layer in layers for tensor in layer.tensors().values())
+    states = [state for layer in layers for state in layer.states().values()]
+    entries = sum(state.entries.nbytes for state in states)
+    per_token = sum(state.entries[:, 0].nbytes / state.sizes.rate for state in states)
+    return KindMemory(kind, len(layers), fixed=total - entries, entries=entries, per_token=per_token)
 
 
 def longest_context(
@@ -236,7 +147,8 @@ def longest_context(
     fits, too_long = 0, config.max_position_embeddings + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if cache_nbytes(config, middle, batch_size=batch_size, dtype=dtype, max_rollback=max_rollback) <= memory:
+        plan = plan_cache_memory(config, middle, batch_size=batch_size, dtype=dtype, max_rollback=max_rollback)
+        if plan.total <= memory:
             fits = middle
         else:
             too_long = middle

@@ -27,8 +27,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-from .generation_deepseek_v4.cache_layers import read, write
-from .generation_deepseek_v4.static_cache import STATE_FIELDS, DeepseekV4StaticCache
+from .generation_deepseek_v4.buffers import read, write
+from .generation_deepseek_v4.sizes import STATE_FIELDS
+from .generation_deepseek_v4.static_cache import DeepseekV4StaticCache
 
 FORMAT_VERSION = 1
 HEADER = "dsv4_gen.prompt_cache"  # the metadata key under which the header stands, as JSON
@@ -88,15 +89,15 @@ def held_parts(cache: DeepseekV4StaticCache, longest: int) -> dict[str, Held]:
     """What the file holds of a cache whose longest row has `longest` tokens, by name as in `cache.tensors()`."""
     parts = {}
     for index, layer in enumerate(cache.layers):
-        window = min(layer.sliding_window, longest)
-        parts[f"layers.{index}.keys"] = Held(1, window, layer.ring_size, layer.head_dim)
+        window = min(layer.sizes.sliding_window, longest)
+        parts[f"layers.{index}.keys"] = Held(1, window, layer.sizes.ring_size, layer.sizes.head_dim)
         for owner, state in layer.states().items():
+            sizes = state.sizes
             # The open window; with overlap also the one before, which the open window's entry pools too.
-            tokens = min(2 * state.rate if state.overlaps else state.rate, longest)
-            source = Held(1, tokens, state.ring_size, 2 * state.head_dim if state.overlaps else state.head_dim)
+            source = Held(1, min(sizes.source_tokens, longest), sizes.ring_size, sizes.source_width)
             parts[f"layers.{index}.{owner}.source_kv"] = parts[f"layers.{index}.{owner}.source_gate"] = source
             # The open window's entry is left out: the next call pools it anew, from its source tokens.
-            entries = Held(state.rate, longest // state.rate, state.max_compressed_len, state.head_dim)
+            entries = Held(sizes.rate, longest // sizes.rate, sizes.max_compressed_len, sizes.head_dim)
             parts[f"layers.{index}.{owner}.entries"] = entries
     return parts
 
@@ -150,11 +151,11 @@ def save_prompt_cache(
     for name, held in held_parts(cache, max(lengths)).items():
         buffer = state[name]
         slots = held.slots(cache.lengths.to(buffer.device))
-        tensors[name] = read(_slots_first(buffer), slots).masked_fill(slots[..., None] < 0, 0).cpu()
+        tensors[name] = read(buffer, slots).masked_fill(slots[..., None] < 0, 0).cpu()
     info = PromptCacheInfo(
         format_version=FORMAT_VERSION,
         package_version=version("dsv4_gen"),
-        config={field: getattr(cache.config, field) for field in STATE_FIELDS},
+        config=cache.state_fields,
         dtype=names[0],
         max_cache_len=cache.max_cache_len,
         lengths=lengths,
@@ -206,22 +207,22 @@ def load_prompt_cache(
                 "least that, and what you mean to generate."
             )
         cache = DeepseekV4StaticCache(config, max_cache_len, max_rollback=max_rollback)
-        _check_belongs(path, info, cache.config, model)
+        _check_belongs(path, info, cache.state_fields, model)
         parts = held_parts(cache, longest)
         _check_tensors(path, info, file, parts)
 
         dtype = STATE_DTYPES[info.dtype]
         if device is None:
             device = "cpu" if model is None else model.device
-        cache.early_initialization(len(info.lengths), 1, cache.config.head_dim, dtype, torch.device(device))
+        cache.early_initialization(len(info.lengths), 1, cache.state_fields["head_dim"], dtype, torch.device(device))
         cache.lengths.copy_(torch.tensor(info.lengths))
         cache.seq_length.fill_(info.seq_length)
         # As if the rows had been longer, and all rollback were used up: the file does not have what lies behind.
         cache.high_water.copy_(cache.lengths + max_rollback)
-        cache.recount()
+        cache.host.lose_count()
         state = cache.tensors()
         for name, held in parts.items():
-            write(_slots_first(state[name]), held.slots(cache.lengths), file.get_tensor(name).to(device))
+            write(state[name], held.slots(cache.lengths), file.get_tensor(name).to(device))
     return cache
 
 
@@ -254,11 +255,6 @@ def weights_fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
         digest.update(bytes(sample.view(torch.uint8).tolist()))
     return digest.hexdigest()
-
-
-def _slots_first(buffer: Tensor) -> Tensor:
-    """`(batch, slots, width)`: a layer's `keys` without their one head, and other state as it is."""
-    return buffer[:, 0] if buffer.dim() == 4 else buffer
 
 
 def _write_whole(path: Path, tensors: dict[str, Tensor], info: PromptCacheInfo) -> None:
@@ -317,9 +313,9 @@ def _is_count(value) -> bool:
     return isinstance(value, int) and value >= 0
 
 
-def _check_belongs(path: str | Path, info: PromptCacheInfo, config: DeepseekV4Config, model: nn.Module | None) -> None:
+def _check_belongs(path: str | Path, info: PromptCacheInfo, state_fields: dict, model: nn.Module | None) -> None:
     for field in STATE_FIELDS:
-        theirs, ours = info.config.get(field), json.loads(json.dumps(getattr(config, field)))
+        theirs, ours = info.config.get(field), json.loads(json.dumps(state_fields[field]))
         if theirs != ours:
             raise ValueError(f"{path} belongs to a config with `{field}={theirs}`, but this one has `{ours}`.")
     if model is None:

@@ -4,15 +4,13 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
 from test_exact import static_logits
-from tiny import CACHE_SIZES, CSA, HCA, SLIDING, allocated_cache, random_ids, tiny_config, tiny_model
+from tiny import CSA, HCA, random_ids, tiny_config, tiny_model
 from torch.utils._pytree import tree_map
 from transformers import DeepseekV4Config, DynamicCache, LlamaConfig
 
 from dsv4_gen import DeepseekV4StaticCache
-from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
-from dsv4_gen.memory import cache_nbytes
+from dsv4_gen.conventions import CACHE_NAME
 
 MODEL = tiny_model()
 
@@ -33,9 +31,9 @@ def test_each_layer_keeps_what_its_kind_needs():
     cache = new_cache()
     MODEL(random_ids(2, 3), cache=cache)
     shapes = {name: tuple(tensor.shape) for name, tensor in cache.tensors().items()}
-    assert {name: shape for name, shape in shapes.items() if "layers.0" in name} == {"layers.0.keys": (2, 1, 33, 32)}
+    assert {name: shape for name, shape in shapes.items() if "layers.0" in name} == {"layers.0.keys": (2, 33, 32)}
     assert {name: shape for name, shape in shapes.items() if "layers.2" in name} == {
-        "layers.2.keys": (2, 1, 33, 32),
+        "layers.2.keys": (2, 33, 32),
         "layers.2.compressor.source_kv": (2, 17, 32),
         "layers.2.compressor.source_gate": (2, 17, 32),
         "layers.2.compressor.entries": (2, 5, 32),
@@ -47,31 +45,6 @@ def test_each_layer_keeps_what_its_kind_needs():
 def test_there_is_no_indexer_when_all_entries_would_be_chosen():
     assert new_cache(max_cache_len=32).layers[1].indexer is None  # 8 entries, index_topk 8
     assert new_cache(max_cache_len=33).layers[1].indexer is not None
-
-
-@settings(max_examples=60)
-@given(**CACHE_SIZES)
-def test_the_formula_predicts_the_bytes(layer_types, max_cache_len, batch_size, dtype, max_rollback):
-    config = tiny_config(layer_types=layer_types)
-    cache = allocated_cache(config, max_cache_len, batch_size, dtype, max_rollback=max_rollback)
-    sizes = {"batch_size": batch_size, "dtype": dtype, "max_rollback": max_rollback}
-    assert (
-        cache.nbytes == cache_nbytes(config, max_cache_len, **sizes) == sum(t.nbytes for t in cache.tensors().values())
-    )
-
-
-@pytest.mark.parametrize(
-    ("kinds", "sizes", "gib"),
-    [
-        ({SLIDING: 2, CSA: 21, HCA: 20}, {"index_topk": 512}, 6.73),
-        ({SLIDING: 0, CSA: 30, HCA: 31}, {"index_topk": 1024}, 9.63),
-    ],
-    ids=["V4-Flash", "V4-Pro"],
-)
-def test_bytes_of_the_public_models_at_a_million_tokens(kinds, sizes, gib):
-    layer_types = [kind for kind, count in kinds.items() for _ in range(count)]
-    config = DeepseekV4Config(num_hidden_layers=len(layer_types), layer_types=layer_types, **sizes)
-    assert round(cache_nbytes(config, 1_048_576) / 2**30, 2) == gib
 
 
 def test_the_interface_of_a_transformers_cache():
@@ -152,7 +125,7 @@ def test_the_overlap_is_found_by_upstreams_name(length):
     compressor = static.layers[1].compressor
     expected = dynamic.layers[1].overlap_kv["compressor"]
     torch.testing.assert_close(compressor.overlap_kv(static.lengths), expected, atol=1e-5, rtol=0)
-    bias = MODEL.model.layers[1].self_attn.compressor.position_bias[:, : compressor.head_dim]
+    bias = MODEL.model.layers[1].self_attn.compressor.position_bias[:, : compressor.sizes.head_dim]
     expected = dynamic.layers[1].overlap_gate["compressor"]
     torch.testing.assert_close(compressor.overlap_gate(static.lengths) + bias, expected, atol=1e-5, rtol=0)
 

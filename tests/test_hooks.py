@@ -9,17 +9,11 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as upstream
 
 import dsv4_gen
 from dsv4_gen import DeepseekV4StaticCache, DeepseekV4StaticForward
-from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
+from dsv4_gen.conventions import CACHE_NAME
+from dsv4_gen.generation_deepseek_v4.integration import HOOKS
 
 MODEL = tiny_model()
-HOOKED = [
-    (upstream.DeepseekV4Model, "forward"),
-    (upstream.DeepseekV4Attention, "forward"),
-    (upstream.DeepseekV4ForCausalLM, "prepare_inputs_for_generation"),
-    (upstream.DeepseekV4ForCausalLM, "_prefill"),
-    (upstream.DeepseekV4ForCausalLM, "_prepare_static_cache"),
-    (upstream.DeepseekV4ForCausalLM, "generate"),
-]
+HOOKED = list(HOOKS)
 
 
 def static(ids, **arguments):
@@ -40,7 +34,7 @@ def test_unregister_leaves_transformers_as_it_was_and_both_ways_are_idempotent(r
         dsv4_gen.unregister()
     own = [getattr(owner, name) for owner, name in HOOKED]
     assert not any(function.__module__.startswith("dsv4_gen") or function in hooked for function in own)
-    assert "_prepare_static_cache" not in vars(upstream.DeepseekV4ForCausalLM)  # inherited again
+    assert "_prefill" not in vars(upstream.DeepseekV4ForCausalLM)  # inherited again
 
 
 def test_without_the_hooks_a_static_cache_says_what_to_do(restored):

@@ -90,9 +90,9 @@ def test_more_than_the_room_for_it_is_refused_and_changes_nothing():
 def test_only_a_cache_that_pays_for_it_can_go_back():
     without = DeepseekV4StaticCache(MODEL.config, max_cache_len=100)
     assert new_cache().is_croppable and not without.is_croppable
-    assert [layer.ring_size for layer in without.layers] == [32] * 4
-    assert [layer.ring_size for layer in new_cache().layers] == [32 + MAX_ROLLBACK] * 4
-    assert [without.layers[i].compressor.ring_size for i in (1, 2)] == [2 * 4, 16]
+    assert [layer.sizes.ring_size for layer in without.layers] == [32] * 4
+    assert [layer.sizes.ring_size for layer in new_cache().layers] == [32 + MAX_ROLLBACK] * 4
+    assert [without.layers[i].compressor.sizes.ring_size for i in (1, 2)] == [2 * 4, 16]
     static_logits(MODEL, [random_ids(5)], [[5]], without)
     with pytest.raises(ValueError, match="`max_rollback=0`"):
         without.crop(-1)

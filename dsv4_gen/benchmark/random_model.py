@@ -3,7 +3,7 @@
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from ..generation_deepseek_v4.cache_layers import CSA, HCA, SLIDING
+from ..generation_deepseek_v4.sizes import CSA, HCA, SLIDING
 
 
 def demo_config() -> DeepseekV4Config:

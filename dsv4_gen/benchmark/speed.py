@@ -27,12 +27,12 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from transformers import DeepseekV4ForCausalLM, DynamicCache
 
+from ..conventions import CACHE_NAME
 from ..generation_deepseek_v4 import forward as static_forward
 from ..generation_deepseek_v4.compiled import DeepseekV4StaticForward, compile_forward
-from ..generation_deepseek_v4.forward import CACHE_NAME
 from ..generation_deepseek_v4.selection import select_entries
 from ..generation_deepseek_v4.static_cache import DeepseekV4StaticCache
-from ..memory import cache_nbytes
+from ..memory import plan_cache_memory
 from ..tables import format_table
 from .random_model import random_model
 from .timing import bandwidth, interleaved_seconds, milliseconds
@@ -201,8 +201,8 @@ def cache_bytes(contexts: list[int], dtypes: list[torch.dtype], batches: list[in
     for dtype in dtypes:
         for batch_size in batches:
             for context in contexts:
-                mib = cache_nbytes(config, context, batch_size=batch_size, dtype=dtype) / 2**20
-                yield {"dtype": name(dtype), "batch": batch_size, "context": context, "cache, MiB": mib}
+                plan = plan_cache_memory(config, context, batch_size=batch_size, dtype=dtype)
+                yield {"dtype": name(dtype), "batch": batch_size, "context": context, "cache, MiB": plan.total / 2**20}
 
 
 def name(dtype: torch.dtype) -> str:

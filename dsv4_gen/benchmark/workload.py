@@ -3,7 +3,7 @@
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
-from ..generation_deepseek_v4.cache_layers import CSA, HCA, SLIDING
+from ..generation_deepseek_v4.sizes import CSA, HCA, SLIDING
 from ..generation_deepseek_v4.static_cache import DeepseekV4StaticCache
 
 ROOM = 256  # tokens beyond the context, for the steps that are timed
@@ -49,7 +49,7 @@ def filled_static_cache(
             tensor.normal_()
         else:
             tensor.fill_(context)
-    cache.recount()
+    cache.host.lose_count()
     return cache
 
 

@@ -9,33 +9,32 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
+from .compressor_state import CompressorState
 from .positions import Chunk, touched_windows
 
 
-def compress(compressor: nn.Module, hidden_states: Tensor, state, chunk: Chunk) -> None:
+def compress(compressor: nn.Module, hidden_states: Tensor, state: CompressorState, chunk: Chunk) -> None:
     """Store a call's source tokens and pool every window that they reach into, closed or still open.
 
     The open window's entry is a candidate: no query sees it until its window closes, and the next call pools it anew.
     So a decode step has no branch, and a chunk may start and end inside a window.
 
     Args:
-        compressor: upstream's `DeepseekV4HCACompressor`, `DeepseekV4CSACompressor` or `DeepseekV4Indexer`.
+        compressor: upstream's `DeepseekV4HCACompressor`, `DeepseekV4CSACompressor` or `DeepseekV4Indexer`, whose
+            forward this is: what wraps the module (offloading, sharding, adapters) has its weights in place here.
         hidden_states: `(batch, seq, hidden_size)`, the attention's input.
         state: the `CompressorState` that is brought up to date.
         chunk: the tokens' positions.
     """
-    windows = touched_windows(chunk, state.rate)
+    rate, overlaps = state.sizes.rate, state.sizes.overlaps
+    windows = touched_windows(chunk, rate)
     kv, gate = state.update_source(compressor.kv_proj(hidden_states), compressor.gate_proj(hidden_states), chunk)
     gate = gate + compressor.position_bias
-    if state.overlaps:
-        pooled = pool_with_overlap(kv, gate, windows)
-    else:
-        pooled = pool(kv, gate)
+    pooled = pool_with_overlap(kv, gate, windows) if overlaps else pool(kv, gate)
 
     entries = compressor.kv_norm(pooled)
-    cos, sin = compressor.rotary_emb(
-        entries, position_ids=windows.clamp(min=0) * state.rate, layer_type=compressor.rope_layer_type
-    )
+    positions = windows.clamp(min=0) * rate
+    cos, sin = compressor.rotary_emb(entries, position_ids=positions, layer_type=compressor.rope_layer_type)
     state.update_entries(apply_rotary_pos_emb(entries[:, None], cos, sin)[:, 0], windows)
 
 

@@ -6,17 +6,18 @@ own state, and the attention, which reads and writes that state.
 
 import torch
 from einops import rearrange, repeat
-from packaging.version import Version
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 from transformers.utils.output_capturing import capture_outputs
 
-from ..static_cache_fixes import CACHE as CACHE_NAME
+from ..conventions import CACHE_NAME
+from .admission import admit
 from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
-from .compression import compress
-from .positions import Chunk
+from .positions import Chunk, place
+from .region import run_layer
 from .selection import Queries, join, select_entries, window_keys
 from .static_cache import DeepseekV4StaticCache
 
@@ -24,19 +25,15 @@ from .static_cache import DeepseekV4StaticCache
 # queries and keys.
 QUERY_BLOCK = 128
 
-
-def run_layer(layer: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
-    """One of upstream's `DeepseekV4DecoderLayer`s, with its own state among `kwargs`.
-
-    A region of its own to the compiler, which therefore traces and compiles each kind of layer once, however many there
-    are. A region may not change its inputs before torch 2.13; there the layers are compiled one by one.
-    """
-    return layer(hidden_states, **kwargs)
+# Outputs that upstream collects with hooks, which cannot be compiled into one graph.
+COLLECTED_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
-if Version(torch.__version__) >= Version("2.13"):
-    # More kinds than any model has, each on many devices: torch raises where there are more.
-    run_layer = torch.compiler.nested_compile_region(run_layer, max_reuse_entries=256)
+def collects_outputs(config: DeepseekV4Config, kwargs: dict) -> bool:
+    """Whether a call with these keywords wants outputs that upstream's hooks collect."""
+    asked = (kwargs.get(name) for name in COLLECTED_OUTPUTS)
+    defaults = (getattr(config, name, False) for name in COLLECTED_OUTPUTS)
+    return any(default if wanted is None else wanted for wanted, default in zip(asked, defaults))
 
 
 @torch.no_grad()  # the state is changed in place, through which nothing can be differentiated
@@ -57,25 +54,28 @@ def model_forward(
     Args:
         model: upstream's `DeepseekV4Model`.
         input_ids: `(batch, seq)`, or `inputs_embeds`: `(batch, seq, hidden_size)`.
-        attention_mask: see `DeepseekV4StaticCache.reserve`.
+        attention_mask: see `admit`.
         position_ids: not needed, since rows count their own tokens; checked where given.
         cache: the state, which is brought up to date.
-        token_mask: what `cache.reserve` returned, where the caller has reserved already (`generate` and
-            `compile_forward` do, outside of the graph); then no mask is needed.
+        use_cache: not False.
+        token_mask: what `admit` returned, where the caller has asked already (`generate` and `compile_forward` do,
+            outside of the graph); then no mask is needed.
         kwargs: what upstream's decoder layers take.
 
     Raises:
-        ValueError: neither or both of `input_ids` and `inputs_embeds`, and what `reserve_call` raises.
+        ValueError: neither or both of `input_ids` and `inputs_embeds`, `use_cache=False`, and what `admit` raises.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
     if input_ids is None and "hash_moe" in model.config.mlp_layer_types:
         raise ValueError("This model routes tokens by their ids (`hash_moe`): give `input_ids`, not `inputs_embeds`.")
+    if use_cache is False:
+        raise ValueError("`use_cache=False` contradicts the static cache of this call: leave out one of the two.")
     if inputs_embeds is None:
         inputs_embeds = model.embed_tokens(input_ids)
     if token_mask is None:
-        token_mask = reserve_call(model, cache, inputs_embeds, attention_mask, position_ids)
-    chunk = cache.place(token_mask)
+        token_mask = admit(model, cache, inputs_embeds, attention_mask, position_ids)
+    chunk = place(cache.lengths, token_mask, cache.max_cache_len)
 
     position_ids = chunk.positions.clamp(min=0)  # padding is rotated like a first token; nobody sees it
     position_embeddings = {
@@ -83,11 +83,12 @@ def model_forward(
         for rope in ("main", "compress")
     }
     hidden_states = repeat(inputs_embeds, "b s d -> b s streams d", streams=model.config.hc_mult).contiguous()
-    cache.unfinished = True
+    cache.host.unfinished = True
     for layer, state in zip(model.layers, cache.layers):
         hidden_states = run_layer(
             layer,
             hidden_states,
+            as_region=not collects_outputs(model.config, kwargs),
             input_ids=input_ids,
             position_embeddings=position_embeddings,
             position_ids=position_ids,
@@ -97,39 +98,8 @@ def model_forward(
             **kwargs,
         )
     cache.advance(token_mask)
+    cache.host.unfinished = False
     return MoeModelOutputWithPast(last_hidden_state=model.norm(model.hc_head(hidden_states)), **{CACHE_NAME: cache})
-
-
-def reserve_call(
-    model: nn.Module,
-    cache: DeepseekV4StaticCache,
-    inputs: Tensor,
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None = None,
-) -> Tensor:
-    """Everything about a call that the host must settle before the graph runs: is it valid, and is there room?
-
-    Args:
-        model: upstream's `DeepseekV4ForCausalLM` or `DeepseekV4Model`.
-        inputs: `(batch, seq, ...)`, ids or embeddings.
-        attention_mask, position_ids: see `DeepseekV4StaticCache.reserve`.
-
-    Returns:
-        The mask of the call's own tokens, `(batch, seq)` bool.
-
-    Raises:
-        ValueError: a cache from another config, or what `reserve` raises.
-    """
-    (batch_size, seq), device = inputs.shape[:2], inputs.device
-    cache.check_model(model.config, model.dtype)
-    if torch.compiler.is_compiling():
-        token_mask = cache.reserve_unseen(batch_size, seq, device, attention_mask)
-    else:
-        token_mask = cache.reserve(batch_size, seq, device, attention_mask, position_ids)
-    if not cache.is_initialized and {parameter.device for parameter in model.parameters()} == {device}:
-        # Ahead of the layers' regions. On several devices each layer allocates where its first keys turn up.
-        cache.early_initialization(batch_size, 1, model.config.head_dim, model.dtype, device)
-    return token_mask
 
 
 def attention_forward(
@@ -161,14 +131,14 @@ def attention_forward(
     query_residual = attention.q_a_norm(attention.q_a_proj(hidden_states))
     query = rearrange(attention.q_b_proj(query_residual), "b s (h d) -> b h s d", d=attention.head_dim)
     query = apply_rotary_pos_emb(attention.q_b_norm(query), cos, sin)
-    kv = rearrange(attention.kv_norm(attention.kv_proj(hidden_states)), "b s d -> b 1 s d")
-    kv = apply_rotary_pos_emb(kv, cos, sin)
+    kv = attention.kv_norm(attention.kv_proj(hidden_states))
+    kv = rearrange(apply_rotary_pos_emb(rearrange(kv, "b s d -> b 1 s d"), cos, sin), "b 1 s d -> b s d")
 
-    window, window_positions = state.update(kv, kv, chunk)
+    window, window_positions = state.update(kv, chunk=chunk)
     if state.compressor is not None:
-        compress(attention.compressor, hidden_states, state.compressor, chunk)
+        attention.compressor(hidden_states, state=state.compressor, chunk=chunk)
     if state.indexer is not None:
-        compress(attention.compressor.indexer, hidden_states, state.indexer, chunk)
+        attention.compressor.indexer(hidden_states, state=state.indexer, chunk=chunk)
 
     queries = Queries(query, query_residual, hidden_states, cos, sin, chunk.positions)
     indexer = attention.compressor.indexer if state.indexer is not None else None

@@ -27,11 +27,6 @@ class Chunk(NamedTuple):
     padding: Tensor
     positions: Tensor
 
-    @property
-    def last(self) -> Tensor:
-        """`(batch,)`, the last position that the call brings, -1 for a row that brings no token."""
-        return self.positions.amax(dim=1)
-
 
 def place(lengths: Tensor, token_mask: Tensor, capacity: int) -> Chunk:
     """Give every token of a call its position: a row's tokens follow those it holds, padding is skipped.
@@ -45,9 +40,15 @@ def place(lengths: Tensor, token_mask: Tensor, capacity: int) -> Chunk:
         >>> place(torch.tensor([5]), torch.tensor([[False, True, True]]), capacity=8).positions
         tensor([[-1,  5,  6]])
     """
-    positions = lengths[:, None] + token_mask.cumsum(dim=1) - 1
+    # In int64 from the start: not every compiler widens a sum of bools by itself (XLA does not).
+    positions = lengths[:, None] + token_mask.long().cumsum(dim=1) - 1
     kept = token_mask & (positions < capacity)
-    return Chunk(lengths.clone(), (~token_mask).sum(dim=1), torch.where(kept, positions, -1))
+    return Chunk(lengths.clone(), (~token_mask).long().sum(dim=1), torch.where(kept, positions, -1))
+
+
+def last_positions(chunk: Chunk) -> Tensor:
+    """`(batch,)`, the last position that a call brings, -1 for a row that brings no token."""
+    return chunk.positions.amax(dim=1)
 
 
 def ring_slots(chunk: Chunk, size: int) -> Tensor:
@@ -55,7 +56,7 @@ def ring_slots(chunk: Chunk, size: int) -> Tensor:
 
     The spare slot -1 takes padding, and those tokens of a chunk longer than the ring that later ones would overwrite.
     """
-    survives = (chunk.positions >= 0) & (chunk.positions > chunk.last[:, None] - size)
+    survives = (chunk.positions >= 0) & (chunk.positions > last_positions(chunk)[:, None] - size)
     return torch.where(survives, chunk.positions % size, -1)
 
 
@@ -93,4 +94,4 @@ def touched_windows(chunk: Chunk, rate: int) -> Tensor:
     """
     steps = torch.arange(touchable_windows(chunk.positions.shape[1], rate), device=chunk.held.device)
     windows = chunk.held[:, None] // rate + steps
-    return torch.where(windows * rate <= chunk.last[:, None], windows, -1)
+    return torch.where(windows * rate <= last_positions(chunk)[:, None], windows, -1)

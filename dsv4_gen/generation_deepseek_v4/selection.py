@@ -7,8 +7,11 @@ from einops import rearrange
 from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
-from .cache_layers import CompressorState, DeepseekV4SlidingStaticLayer, compressed_len, read
+from .buffers import read, slots_of
+from .cache_layers import DeepseekV4SlidingStaticLayer
+from .compressor_state import CompressorState
 from .positions import closed_windows, visible_in_window
+from .sizes import compressed_len
 
 # Where a prefill may choose among more entries than this many times `index_topk`, each of its queries gathers its own;
 # else they share all entries and a mask, which one matrix product makes up for.
@@ -61,10 +64,10 @@ def window_keys(
     window: Tensor, window_positions: Tensor, queries: Queries, start: int, state: DeepseekV4SlidingStaticLayer
 ) -> list[Keys]:
     """What `state.update` returned, less the tokens of the call that no query of the block at `start` can see."""
-    size, end = state.sliding_window, start + queries.positions.shape[1]
-    parts = [slice(0, state.ring_size)]
-    if window.shape[1] > state.ring_size:
-        parts.append(slice(state.ring_size + max(0, start - size + 1), state.ring_size + end))
+    size, ring, end = state.sizes.sliding_window, slots_of(state.keys), start + queries.positions.shape[1]
+    parts = [slice(0, ring)]
+    if window.shape[1] > ring:
+        parts.append(slice(ring + max(0, start - size + 1), ring + end))
     return [
         Keys(window[:, part], visible_in_window(queries.positions, window_positions[:, part], size)) for part in parts
     ]
@@ -76,11 +79,11 @@ def entry_keys(state: CompressorState, query_positions: Tensor, attended_len: in
     Args:
         attended_len: tokens that any row holds at most; the entries past them are left out. None for all.
     """
-    entries = state.max_compressed_len
+    entries = slots_of(state.entries)
     if attended_len is not None:
-        entries = min(entries, compressed_len(attended_len, state.rate))
+        entries = min(entries, compressed_len(attended_len, state.sizes.rate))
     numbers = torch.arange(entries, device=query_positions.device)
-    closed = closed_windows(query_positions, state.rate)
+    closed = closed_windows(query_positions, state.sizes.rate)
     return Keys(state.entries[:, :entries], numbers < rearrange(closed, "b q -> b q 1"))
 
 
