@@ -16,7 +16,6 @@ length. Three things in transformers still stand in the way, and each has its fi
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import MethodType
 
@@ -34,12 +33,10 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import (
     LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING,
-    create_causal_mask,
     create_masks_for_generate,
 )
 
-# The name of the cache among a forward's keywords: `past_key_values` up to 5.23.
-CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+from .conventions import CACHE_NAME, same_strides
 
 # By layer kind: the masks that a ring's columns are picked from, and those that are `(batch, seq)`, 0 for padding.
 WINDOWED_KINDS = ("sliding_attention", "chunked_attention")
@@ -268,7 +265,7 @@ def fit_masks_to_rings(model: PreTrainedModel, args: tuple, kwargs: dict) -> dic
 
     This is in the graph, where picking columns costs next to nothing.
     """
-    cache = kwargs.get(CACHE)
+    cache = kwargs.get(CACHE_NAME)
     ring = next((layer for layer in getattr(cache, "layers", []) if isinstance(layer, RingLayer)), None)
     if ring is None:
         return kwargs
@@ -281,7 +278,7 @@ def fit_masks_to_rings(model: PreTrainedModel, args: tuple, kwargs: dict) -> dic
             inputs_embeds=torch.empty(batch, seq, 0, dtype=model.dtype, device=model.device),
             attention_mask=masks,
             position_ids=kwargs.get("position_ids"),
-            **{CACHE: cache},
+            **{CACHE_NAME: cache},
         )
     columns = ring.columns(seq)
     if isinstance(masks, dict):
@@ -332,7 +329,7 @@ def initialize_layers(model: PreTrainedModel, cache: StaticCache, batch_size: in
     if cache.is_initialized and not recurrent:
         return
     token = torch.zeros(batch_size, 1, dtype=torch.long, device=model.device)
-    model(input_ids=token, use_cache=True, **{CACHE: cache})
+    model(input_ids=token, use_cache=True, **{CACHE_NAME: cache})
     cache.reset()
     for layer in recurrent:
         layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
@@ -364,7 +361,7 @@ def make_chunk_uniform(model: PreTrainedModel, inputs: dict, token_mask: Tensor 
         The keywords.
     """
     batch, seq = call_shape(inputs)
-    masks, cache = inputs.get("attention_mask"), inputs[CACHE]
+    masks, cache = inputs.get("attention_mask"), inputs[CACHE_NAME]
     # A last chunk of one token is a decode step, whose masks upstream makes or leaves out always.
     if seq > 1 and cache.is_compileable and (masks is None or isinstance(masks, dict)):
         dtype = torch.long if token_mask is None else token_mask.dtype
@@ -388,16 +385,6 @@ def first_chunk_mask(batch: int, seq: int, cache: StaticCache, device: torch.dev
     positions = max(layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer))
     causal = torch.ones(seq, positions, dtype=torch.bool, device=device).tril()
     return repeat(causal, "seq positions -> batch 1 seq positions", batch=batch)
-
-
-def same_strides(value):
-    """Tensors, in a dict too, with the strides of new ones, whatever they are slices of; anything else as it is.
-
-    `contiguous()` does not do: it returns a slice of a single row as it is.
-    """
-    if isinstance(value, dict):
-        return {name: same_strides(tensor) for name, tensor in value.items()}
-    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from dsv4_gen.benchmark.speed import attend_densely
 from dsv4_gen.benchmark.timing import interleaved_seconds
 from dsv4_gen.benchmark.workload import benchmark_config, filled_dynamic_cache, filled_static_cache
 from dsv4_gen.cli import main
-from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
+from dsv4_gen.conventions import CACHE_NAME
 
 MODEL = tiny_model()
 

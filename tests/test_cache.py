@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from transformers import DeepseekV4Config, DynamicCache, LlamaConfig
 
 from dsv4_gen import DeepseekV4StaticCache
-from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
+from dsv4_gen.conventions import CACHE_NAME
 from dsv4_gen.memory import cache_nbytes
 
 MODEL = tiny_model()

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from dsv4_gen import DeepseekV4StaticCache, compile_forward
-from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
+from dsv4_gen.conventions import CACHE_NAME
 
 MODEL = tiny_model()
 STATIC = {"cache_implementation": "static"}

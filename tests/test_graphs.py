@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
 from dsv4_gen import DeepseekV4StaticCache, DeepseekV4StaticForward, compile_forward
-from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
+from dsv4_gen.conventions import CACHE_NAME
 
 MODEL = tiny_model()
 

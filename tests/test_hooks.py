@@ -9,7 +9,7 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as upstream
 
 import dsv4_gen
 from dsv4_gen import DeepseekV4StaticCache, DeepseekV4StaticForward
-from dsv4_gen.generation_deepseek_v4.forward import CACHE_NAME
+from dsv4_gen.conventions import CACHE_NAME
 
 MODEL = tiny_model()
 HOOKED = [

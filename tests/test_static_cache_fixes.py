@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from small_models import (
-    CACHE,
     FAMILIES,
     WINDOW,
     cache_of,
@@ -21,6 +20,7 @@ from tiny import tiny_model
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from dsv4_gen import static_cache_fixes
+from dsv4_gen.conventions import CACHE_NAME
 from dsv4_gen.static_cache_fixes import (
     RingLayer,
     WholeWindowLayer,
@@ -107,7 +107,7 @@ def test_a_returned_cache_continues_in_a_direct_call(with_mask):
     cache = cache_of(model, ids[:, :20], new_tokens=1, max_cache_len=32)
     mask = torch.ones_like(ids) if with_mask else None
     positions = torch.arange(20, 30)[None]
-    continued = model(ids[:, 20:], attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits
+    continued = model(ids[:, 20:], attention_mask=mask, position_ids=positions, **{CACHE_NAME: cache}).logits
     expected = small_model("gemma2")(ids).logits[:, 20:]
     torch.testing.assert_close(continued, expected, rtol=0, atol=TOLERANCE)
 
@@ -115,7 +115,7 @@ def test_a_returned_cache_continues_in_a_direct_call(with_mask):
 def test_a_returned_cache_continues_in_generate():
     model, ids = fixed("gemma2"), random_ids(1, 30)
     cache = cache_of(model, ids[:, :20], new_tokens=1, max_cache_len=48)
-    continued = generate(model, ids, 8, **{CACHE: cache})
+    continued = generate(model, ids, 8, **{CACHE_NAME: cache})
     assert torch.equal(continued, generate(small_model("gemma2"), ids, 8))
 
 
@@ -123,7 +123,7 @@ def test_a_reset_cache_starts_over():
     model, ids = fixed("mistral"), random_ids(1, 20)
     cache = cache_of(model, random_ids(1, 30, seed=1), max_cache_len=40)
     cache.reset()
-    logits = model(ids, **{CACHE: cache}).logits
+    logits = model(ids, **{CACHE_NAME: cache}).logits
     torch.testing.assert_close(logits, small_model("mistral")(ids).logits, rtol=0, atol=TOLERANCE)
 
 

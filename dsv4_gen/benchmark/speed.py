@@ -27,9 +27,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from transformers import DeepseekV4ForCausalLM, DynamicCache
 
+from ..conventions import CACHE_NAME
 from ..generation_deepseek_v4 import forward as static_forward
 from ..generation_deepseek_v4.compiled import DeepseekV4StaticForward, compile_forward
-from ..generation_deepseek_v4.forward import CACHE_NAME
 from ..generation_deepseek_v4.selection import select_entries
 from ..generation_deepseek_v4.static_cache import DeepseekV4StaticCache
 from ..memory import cache_nbytes

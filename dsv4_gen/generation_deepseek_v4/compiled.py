@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
-from ..static_cache_fixes import same_strides
+from ..conventions import same_strides
 from .few_rows import FewRowProducts
 from .forward import reserve_call
 from .static_cache import DeepseekV4StaticCache

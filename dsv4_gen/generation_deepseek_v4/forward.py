@@ -12,7 +12,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 from transformers.utils.output_capturing import capture_outputs
 
-from ..static_cache_fixes import CACHE as CACHE_NAME
+from ..conventions import CACHE_NAME
 from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .compression import compress

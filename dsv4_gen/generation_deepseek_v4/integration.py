@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as upstream
 
+from ..conventions import CACHE_NAME, CACHE_NAMES
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .compiled import fill_up, run_in_chunks
-from .forward import CACHE_NAME, attention_forward, model_forward, reserve_call
+from .forward import attention_forward, model_forward, reserve_call
 from .static_cache import DeepseekV4StaticCache, new_token_mask
-
-CACHE_NAMES = ("cache", "past_key_values")  # since and before transformers 5.24
 
 _replaced: dict[tuple[type, str], Callable | None] = {}
 

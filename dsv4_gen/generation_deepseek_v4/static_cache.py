@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
-from ..static_cache_fixes import same_strides
+from ..conventions import same_strides
 from .cache_layers import (
     CSA,
     HCA,

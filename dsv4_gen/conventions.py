@@ -1,0 +1,22 @@
+"""What transformers and torch ask of every file: what a cache is called, and strides that do not tell slices apart."""
+
+import inspect
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+
+CACHE_NAMES = ("cache", "past_key_values")  # since and before transformers 5.24
+
+# The name of the cache among a forward's keywords: `past_key_values` up to 5.23.
+CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+def same_strides(value):
+    """Tensors, in a dict too, with the strides of new ones, whatever they are slices of; anything else as it is.
+
+    `contiguous()` does not do: it returns a slice of a single row as it is.
+    """
+    if isinstance(value, dict):
+        return {name: same_strides(tensor) for name, tensor in value.items()}
+    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
