@@ -1,4 +1,4 @@
-"""What transformers and torch ask of every file: what a cache is called, and strides that do not tell slices apart."""
+"""What transformers and torch ask of every file: the name of the cache, the shape of a call, the strides of tensors."""
 
 import inspect
 
@@ -10,6 +10,12 @@ CACHE_NAMES = ("cache", "past_key_values")  # since and before transformers 5.24
 
 # The name of the cache among a forward's keywords: `past_key_values` up to 5.23.
 CACHE_NAME = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+def call_shape(inputs: dict) -> tuple[int, int]:
+    """Batch and sequence length of a forward with these keywords."""
+    embeds = inputs.get("inputs_embeds")
+    return inputs["input_ids"].shape[:2] if embeds is None else embeds.shape[:2]
 
 
 def same_strides(value):

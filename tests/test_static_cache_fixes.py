@@ -19,15 +19,10 @@ from tiny import random_ids as tiny_ids
 from tiny import tiny_model
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from dsv4_gen import static_cache_fixes
 from dsv4_gen.conventions import CACHE_NAME
-from dsv4_gen.static_cache_fixes import (
-    RingLayer,
-    WholeWindowLayer,
-    apply_static_cache_fixes,
-    needed,
-    remove_static_cache_fixes,
-)
+from dsv4_gen.static_cache_fixes import apply_static_cache_fixes, integration, needed, remove_static_cache_fixes
+from dsv4_gen.static_cache_fixes.sliding_window import RingLayer, WholeWindowLayer
+from dsv4_gen.static_cache_fixes.uniform_chunks import chunks_differ
 
 SLIDING = ["mistral", "gemma2", "gemma3_text", "gpt_oss"]
 # Logits of these models reach 1.5, those of the two caches differ by less than 1e-6.
@@ -208,7 +203,7 @@ def test_a_deep_copy_runs_its_own_weights():
 
 
 def test_finding_out_what_is_needed_draws_no_random_numbers():
-    static_cache_fixes.chunks_differ.cache_clear()
+    chunks_differ.cache_clear()
     before = torch.get_rng_state()
     needed()
     assert torch.equal(torch.get_rng_state(), before)
@@ -231,7 +226,7 @@ def test_a_layer_that_counts_in_tensors_needs_no_fix(monkeypatch):
     [("mistral", "sliding_window"), ("deepseek_v3", "layer_initialization"), ("llama", "uniform_chunks")],
 )
 def test_a_fix_that_is_not_needed_is_not_applied(monkeypatch, family, fix):
-    monkeypatch.setattr(static_cache_fixes, "needed", lambda: [name for name in needed() if name != fix])
+    monkeypatch.setattr(integration, "needed", lambda: [name for name in needed() if name != fix])
     prompts = [random_ids(1, length) for length in (16, 24)]
     graphs, _ = count_graphs(fixed(family), prompts, (2, 2), max_cache_len=32, prefill_chunk_size=8)
     assert sum(graphs) > 2  # what the fix is for
