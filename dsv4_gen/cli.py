@@ -14,7 +14,7 @@ from .demo import describe, random_prompts, run_demo
 from .generation_deepseek_v4.sizes import SHORT_NAMES
 from .memory import PUBLIC_MODELS, longest_context, plan_cache_memory, public_config
 from .prompt_cache import STATE_DTYPES, prompt_cache_info
-from .tables import format_table
+from .tables import print_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"B": 1} | {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
@@ -120,7 +120,7 @@ def _demo(arguments: argparse.Namespace) -> None:
     print(describe(model))
     rows = run_demo(model, prompts, arguments.max_new_tokens)
     tokens = [row.pop("tokens") for row in rows]
-    print(format_table(rows))
+    print_table(rows)
     if any(row["same tokens, eager"] and not row["same tokens"] for row in rows):
         print(
             f"A compiled graph rounds {model.dtype} in other places than eager mode. Texts part where the best two "
@@ -152,7 +152,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         f"({context:,} of context, {arguments.new_tokens:,} new), rollback: {arguments.max_rollback} tokens"
     )
     rows = [_plan_row(SHORT_NAMES[kind.kind], kind.layers, kind) for kind in plan.kinds]
-    print(format_table([*rows, _plan_row("in all", len(config.layer_types), plan)]))
+    print_table([*rows, _plan_row("in all", len(config.layer_types), plan)])
     print(f"Exactly {plan.total:,} bytes, the rows' counters ({plan.lengths} B, fixed) included.")
     if arguments.memory is not None:
         tokens = longest_context(config, arguments.memory, **sizes)

@@ -5,10 +5,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from dsv4_gen.benchmark.graphs import FAMILIES, compile_config, count_graphs, generate, random_ids, small_model
-from dsv4_gen.static_cache_fixes import CACHE
+from dsv4_gen.conventions import CACHE_NAME
 
 __all__ = [
-    "CACHE",
     "FAMILIES",
     "WINDOW",
     "cache_of",
@@ -35,7 +34,7 @@ def left_padded(*lengths: int, seed: int = 0) -> Tensor:
 def cache_of(model: PreTrainedModel, ids: Tensor, new_tokens: int = 2, **kwargs) -> Cache:
     """The static cache that `generate` leaves behind."""
     return generate(model, ids, new_tokens, cache_implementation="static", return_dict_in_generate=True, **kwargs)[
-        CACHE
+        CACHE_NAME
     ]
 
 

@@ -8,6 +8,7 @@ from tiny import CACHE_SIZES, CSA, HCA, SLIDING, allocated_cache, tiny_config
 
 from dsv4_gen.cli import format_bytes, main
 from dsv4_gen.memory import longest_context, plan_cache_memory, public_config
+from dsv4_gen.tables import print_table
 
 
 @settings(max_examples=60)
@@ -85,6 +86,15 @@ def test_the_command_prints_every_number_with_its_unit(capsys):
     assert lines[6] == "43 in all 11.38 MiB 6,880.0 B 6.72 GiB 6.73 GiB".split()
     assert "7,226,181,912 bytes" in " ".join(lines[7])
     assert f"fit {longest_context(public_config('flash'), 2 * 2**30):,} tokens per row" in " ".join(lines[8])
+
+
+def test_a_table_is_printed_whole_where_the_terminal_is_narrower(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "10")
+    print_table([{"a [long] name": 12345678, "b": True, "c": 1234.56}, {"a [long] name": 1, "b": False, "c": 0.0}])
+    header, _, *rows = capsys.readouterr().out.splitlines()
+    assert "a [long] name" in header
+    assert [row.split() for row in rows] == [["12,345,678", "yes", "1,234.6"], ["1", "NO", "0.0"]]
+    assert rows[0].index("8 ") == rows[1].index("1 ")  # to the right
 
 
 def test_the_command_plans_a_checkpoint_folder_with_batch_dtype_and_rollback(tmp_path, capsys):

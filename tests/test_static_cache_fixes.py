@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from small_models import (
-    CACHE,
     FAMILIES,
     WINDOW,
     cache_of,
@@ -20,14 +19,10 @@ from tiny import random_ids as tiny_ids
 from tiny import tiny_model
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from dsv4_gen import static_cache_fixes
-from dsv4_gen.static_cache_fixes import (
-    RingLayer,
-    WholeWindowLayer,
-    apply_static_cache_fixes,
-    needed,
-    remove_static_cache_fixes,
-)
+from dsv4_gen.conventions import CACHE_NAME
+from dsv4_gen.static_cache_fixes import apply_static_cache_fixes, integration, needed, remove_static_cache_fixes
+from dsv4_gen.static_cache_fixes.sliding_window import RingLayer, WholeWindowLayer
+from dsv4_gen.static_cache_fixes.uniform_chunks import chunks_differ
 
 SLIDING = ["mistral", "gemma2", "gemma3_text", "gpt_oss"]
 # Logits of these models reach 1.5, those of the two caches differ by less than 1e-6.
@@ -107,7 +102,7 @@ def test_a_returned_cache_continues_in_a_direct_call(with_mask):
     cache = cache_of(model, ids[:, :20], new_tokens=1, max_cache_len=32)
     mask = torch.ones_like(ids) if with_mask else None
     positions = torch.arange(20, 30)[None]
-    continued = model(ids[:, 20:], attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits
+    continued = model(ids[:, 20:], attention_mask=mask, position_ids=positions, **{CACHE_NAME: cache}).logits
     expected = small_model("gemma2")(ids).logits[:, 20:]
     torch.testing.assert_close(continued, expected, rtol=0, atol=TOLERANCE)
 
@@ -115,7 +110,7 @@ def test_a_returned_cache_continues_in_a_direct_call(with_mask):
 def test_a_returned_cache_continues_in_generate():
     model, ids = fixed("gemma2"), random_ids(1, 30)
     cache = cache_of(model, ids[:, :20], new_tokens=1, max_cache_len=48)
-    continued = generate(model, ids, 8, **{CACHE: cache})
+    continued = generate(model, ids, 8, **{CACHE_NAME: cache})
     assert torch.equal(continued, generate(small_model("gemma2"), ids, 8))
 
 
@@ -123,7 +118,7 @@ def test_a_reset_cache_starts_over():
     model, ids = fixed("mistral"), random_ids(1, 20)
     cache = cache_of(model, random_ids(1, 30, seed=1), max_cache_len=40)
     cache.reset()
-    logits = model(ids, **{CACHE: cache}).logits
+    logits = model(ids, **{CACHE_NAME: cache}).logits
     torch.testing.assert_close(logits, small_model("mistral")(ids).logits, rtol=0, atol=TOLERANCE)
 
 
@@ -208,7 +203,7 @@ def test_a_deep_copy_runs_its_own_weights():
 
 
 def test_finding_out_what_is_needed_draws_no_random_numbers():
-    static_cache_fixes.chunks_differ.cache_clear()
+    chunks_differ.cache_clear()
     before = torch.get_rng_state()
     needed()
     assert torch.equal(torch.get_rng_state(), before)
@@ -231,7 +226,7 @@ def test_a_layer_that_counts_in_tensors_needs_no_fix(monkeypatch):
     [("mistral", "sliding_window"), ("deepseek_v3", "layer_initialization"), ("llama", "uniform_chunks")],
 )
 def test_a_fix_that_is_not_needed_is_not_applied(monkeypatch, family, fix):
-    monkeypatch.setattr(static_cache_fixes, "needed", lambda: [name for name in needed() if name != fix])
+    monkeypatch.setattr(integration, "needed", lambda: [name for name in needed() if name != fix])
     prompts = [random_ids(1, length) for length in (16, 24)]
     graphs, _ = count_graphs(fixed(family), prompts, (2, 2), max_cache_len=32, prefill_chunk_size=8)
     assert sum(graphs) > 2  # what the fix is for

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from small_models import CACHE, WINDOW, cache_of, count_graphs, generate, left_padded, random_ids, small_model
+from small_models import WINDOW, cache_of, count_graphs, generate, left_padded, random_ids, small_model
 from tiny import tiny_model
 from transformers.cache_utils import LinearAttentionLayer, StaticCache
 from transformers.masking_utils import create_masks_for_generate
 
 import dsv4_gen  # noqa: F401  for `cache_implementation="static"` of DeepSeek-V4
+from dsv4_gen.conventions import CACHE_NAME
 
 MODELS = {
     "llama": lambda: small_model("llama"),
@@ -107,7 +108,7 @@ def test_masks_of_unknown_layer_kinds_are_left_to_the_model():
     mask = torch.ones(1, 6, dtype=torch.long)
     embeds = torch.empty(1, 6, 0)
     cache = StaticCache(small_model("llama").config, max_cache_len=8)
-    assert create_masks_for_generate(model.config, embeds, mask, **{CACHE: cache}) is mask
+    assert create_masks_for_generate(model.config, embeds, mask, **{CACHE_NAME: cache}) is mask
 
 
 def test_deepseek_v4_generates_with_layer_kinds_of_its_own():

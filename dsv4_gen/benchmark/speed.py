@@ -33,7 +33,7 @@ from ..generation_deepseek_v4.compiled import DeepseekV4StaticForward, compile_f
 from ..generation_deepseek_v4.selection import select_entries
 from ..generation_deepseek_v4.static_cache import DeepseekV4StaticCache
 from ..memory import plan_cache_memory
-from ..tables import format_table
+from ..tables import print_table
 from .random_model import random_model
 from .timing import bandwidth, interleaved_seconds, milliseconds
 from .workload import (
@@ -237,7 +237,8 @@ def run(
     measured = {"torch": torch.__version__, "threads": torch.get_num_threads(), "layers": layers}
     for section in sections:
         measured[section] = list(measure[section]())
-        print(f"\n{section}\n{format_table(measured[section])}", flush=True)
+        print(f"\n{section}")
+        print_table(measured[section])
         (output / "bench.json").write_text(json.dumps(measured, indent=1) + "\n")
     try:
         from .plots import plot
