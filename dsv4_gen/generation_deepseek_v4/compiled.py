@@ -110,7 +110,7 @@ def compile_forward(
         token_mask = admit(model, cache, inputs, attention_mask, position_ids)
         if min_attended_len is not None:
             kwargs["attended_len"] = cache.host.attended_len(min_attended_len, cache.max_cache_len)
-        with experts_in_place(model.config, tokens=inputs.shape[0] * chunk_size):
+        with experts_in_place(model, tokens=inputs.shape[0] * chunk_size):
             return run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
 
     return forward

@@ -7,22 +7,22 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import batched_mm_experts_forward
-from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 
 # A variable of the call, not a setting of the model: other threads may be running other calls of the same model.
 _in_place = ContextVar("experts_in_place", default=False)
 
 
 @contextmanager
-def experts_in_place(config: DeepseekV4Config, tokens: int) -> Iterator[None]:
+def experts_in_place(model: nn.Module, tokens: int) -> Iterator[None]:
     """While it lasts, calls of so few tokens that they cannot use all experts read them in place.
 
     That is upstream's `batched_mm` where the model would use its `grouped_mm`, as `generate` has it on accelerators.
 
     Args:
-        config: the model's config.
+        model: the model.
         tokens: of a call, over all rows.
     """
+    config = model.config
     token = _in_place.set(tokens * config.num_experts_per_tok <= config.n_routed_experts)
     try:
         yield
