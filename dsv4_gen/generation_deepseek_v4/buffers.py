@@ -12,9 +12,23 @@ def new_buffer(batch_size: int, slots: int, width: int, dtype: torch.dtype, devi
     return static_zeros(batch_size, slots + 1, width, dtype=dtype, device=device)
 
 
+# Opaque to the compiler: memory that a graph makes, writes and returns, torch 2.13's inductor gives to others too.
+@torch.library.custom_op("dsv4_gen::zeros", mutates_args=())
+def opaque_zeros(shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.zeros`, for a cache that is allocated in a graph."""
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+@opaque_zeros.register_fake
+def _(shape, dtype, device):
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def static_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that never move, and that can be written outside of `inference_mode` even if they were made in it."""
     with torch.inference_mode(False):
+        if torch.compiler.is_compiling():
+            return opaque_zeros(shape, dtype, device)
         return mark_static(torch.zeros(shape, dtype=dtype, device=device))
 
 

@@ -14,6 +14,7 @@ from .few_rows import FewRowProducts
 from .forward import collects_outputs
 from .graph_per_shape import GraphPerShape
 from .static_cache import DeepseekV4StaticCache
+from .static_shapes import static_shapes
 
 
 class DeepseekV4StaticForward(nn.Module):
@@ -114,8 +115,3 @@ def compile_forward(
             return run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
 
     return forward
-
-
-def static_shapes(settings: dict) -> dict:
-    """Settings for `torch.compile` in which `dynamic` is False where it was left open."""
-    return settings | {"dynamic": bool(settings.get("dynamic"))}

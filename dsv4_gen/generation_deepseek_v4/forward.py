@@ -20,6 +20,7 @@ from .positions import Chunk, place
 from .region import run_layer
 from .selection import Queries, join, select_entries, window_keys
 from .static_cache import DeepseekV4StaticCache
+from .static_shapes import fix_shapes
 
 # Queries of a prefill that attend together: bounds the memory of scores and masks, which grows with the product of
 # queries and keys.
@@ -73,6 +74,7 @@ def model_forward(
         raise ValueError("`use_cache=False` contradicts the static cache of this call: leave out one of the two.")
     if inputs_embeds is None:
         inputs_embeds = model.embed_tokens(input_ids)
+    fix_shapes(cache, inputs_embeds)
     if token_mask is None:
         token_mask = admit(model, cache, inputs_embeds, attention_mask, position_ids)
     chunk = place(cache.lengths, token_mask, cache.max_cache_len)

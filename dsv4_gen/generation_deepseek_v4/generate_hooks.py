@@ -14,12 +14,12 @@ from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEME
 from ..conventions import CACHE_NAME, CACHE_NAMES
 from .admission import admit, check_room, check_rows, new_token_mask
 from .chunks import fill_up, run_in_chunks
-from .compiled import static_shapes
 from .drafts import check_drafts
 from .forward import collects_outputs
 from .graph_per_shape import GraphPerShape
 from .model_hooks import static_cache
 from .static_cache import DeepseekV4StaticCache
+from .static_shapes import static_shapes
 
 # What `generate` compiles of each model, as long as there is the model.
 _graphs: WeakKeyDictionary[PreTrainedModel, GraphPerShape] = WeakKeyDictionary()
