@@ -1,7 +1,6 @@
 """A decoder layer as a region of its own to the compiler, which traces and compiles each kind of layer once."""
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 
 
@@ -11,7 +10,7 @@ def call_layer(layer: nn.Module, hidden_states: Tensor, **kwargs) -> Tensor:
 
 
 # A region may not change its inputs before torch 2.13; there the layers are compiled one by one.
-has_regions = Version(torch.__version__) >= Version("2.13")
+has_regions = torch.__version__ >= "2.13"  # compared as versions, not as strings
 if has_regions:
     # More kinds than any model has, each on many devices: torch raises where there are more.
     call_layer_as_region = torch.compiler.nested_compile_region(call_layer, max_reuse_entries=256)
