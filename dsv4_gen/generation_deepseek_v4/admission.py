@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..conventions import same_strides
+from .devices import allocate, check_devices, counting_device
 from .positions import place
 from .static_cache import DeepseekV4StaticCache
 
@@ -27,25 +28,27 @@ def admit(
     Args:
         model: upstream's `DeepseekV4ForCausalLM` or `DeepseekV4Model`.
         cache: the state; only its host's count changes, and what it allocates.
-        inputs: `(batch, seq, ...)`, ids or embeddings.
+        inputs: `(batch, seq, ...)`, ids or embeddings, on any device.
         attention_mask: `(batch, seq)` or, as `generate` has it, `(batch, columns so far + seq)`; 0 is padding, which
             stands left of the tokens. None for no padding.
         position_ids: `(batch, seq)` or `(1, seq)`, compared with the rows' own positions.
 
     Returns:
-        `(batch, seq)` bool, False for padding.
+        `(batch, seq)` bool, False for padding, on the device where the model begins.
 
     Raises:
-        ValueError: a cache from another config or dtype, a call before that failed half-way, no tokens, another batch
-            than the cache's, a mask of another shape or not left-padded, positions that are not the rows' own, or no
-            room. Nothing has changed then.
+        ValueError: a cache from another config or dtype, or on other devices; a call before that failed half-way; no
+            tokens, another batch than the cache's, a mask of another shape or not left-padded, positions that are not
+            the rows' own, or no room. Nothing has changed then.
     """
-    (batch_size, seq), device = inputs.shape[:2], inputs.device
+    batch_size, seq = inputs.shape[:2]
     check_model(cache, model)
-    token_mask = new_token_mask(attention_mask, batch_size, seq, device)
+    token_mask = new_token_mask(attention_mask, batch_size, seq, counting_device(model, cache))
     if torch.compiler.is_compiling():
         cache.host.lose_count()
     else:
+        if not cache.host.longest:  # empty, or from elsewhere
+            check_devices(model, cache)
         check_rows(cache, batch_size, seq)
         if attention_mask is not None and seq > 1 and (token_mask[:, :-1] & ~token_mask[:, 1:]).any():
             raise ValueError(
@@ -53,9 +56,9 @@ def admit(
                 "`padding_side='left'`."
             )
         if position_ids is not None:
-            check_positions(cache, token_mask, position_ids.to(device))
+            check_positions(cache, token_mask, position_ids.to(token_mask.device))
         count_tokens(cache, token_mask, has_padding=attention_mask is not None)
-    allocate(model, cache, batch_size, device)
+    allocate(model, cache, batch_size)
     return token_mask
 
 
@@ -125,14 +128,6 @@ def check_room(cache: DeepseekV4StaticCache, token_mask: Tensor, new_tokens: int
 def held(cache: DeepseekV4StaticCache, token_mask: Tensor) -> Tensor:
     """`(batch,)`, tokens that each row holds, before the first use too."""
     return torch.zeros_like(token_mask[:, 0], dtype=torch.long) if cache.lengths is None else cache.lengths
-
-
-def allocate(model: nn.Module, cache: DeepseekV4StaticCache, batch_size: int, device: torch.device) -> None:
-    """Allocate what is not yet, ahead of the layers' regions."""
-    cache.allocate_lengths(batch_size, device)
-    if not cache.is_initialized and {parameter.device for parameter in model.parameters()} == {device}:
-        # On several devices each layer allocates where its first keys turn up.
-        cache.early_initialization(batch_size, 1, model.config.head_dim, model.dtype, device)
 
 
 def new_token_mask(attention_mask: Tensor | None, batch_size: int, seq: int, device: torch.device) -> Tensor:

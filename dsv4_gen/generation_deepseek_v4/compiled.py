@@ -9,6 +9,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCa
 
 from .admission import admit
 from .chunks import run_in_chunks
+from .devices import why_eager
 from .experts import experts_in_place
 from .few_rows import FewRowProducts
 from .forward import collects_outputs
@@ -81,8 +82,9 @@ def compile_forward(
         states, attentions and router logits are for eager calls: one that asks for them is not compiled.
 
     Raises:
-        ValueError: a `prefill_chunk_size` below 2 or a `min_attended_len` below 1. And in every call, before anything
-            is written: see `admit`.
+        ValueError: a `prefill_chunk_size` below 2 or a `min_attended_len` below 1, or a model with hooks that cannot
+            be compiled: accelerate's (remove them) or those of `fully_shard`. And in every call, before anything is
+            written: see `admit`.
 
     Example:
         >>> forward = compile_forward(model, prefill_chunk_size=256)
@@ -94,6 +96,8 @@ def compile_forward(
     if min_attended_len is not None and min_attended_len < 1:
         raise ValueError(f"`min_attended_len` must be at least 1, got {min_attended_len}.")
     eager = DeepseekV4StaticForward(model)
+    if reason := why_eager(model):
+        raise ValueError(f"`compile_forward` cannot compile this model. {reason}")
     settings = {"fullgraph": True} | static_shapes(torch_compile_kwargs)
     if not settings.keys() & {"backend", "mode", "options"}:
         settings["options"] = {"post_grad_custom_pre_pass": FewRowProducts()}
@@ -109,6 +113,7 @@ def compile_forward(
             masks = {"attention_mask": attention_mask, "position_ids": position_ids}
             return eager(**{name: inputs}, cache=cache, **masks, **kwargs)
         token_mask = admit(model, cache, inputs, attention_mask, position_ids)
+        inputs = inputs.to(token_mask.device)
         if min_attended_len is not None:
             kwargs["attended_len"] = cache.host.attended_len(min_attended_len, cache.max_cache_len)
         with experts_in_place(model, tokens=inputs.shape[0] * chunk_size):

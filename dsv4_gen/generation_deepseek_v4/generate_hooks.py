@@ -3,6 +3,7 @@
 Each function takes upstream's method and returns the one to put in its place (see `integration.py`).
 """
 
+import warnings
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEME
 from ..conventions import CACHE_NAME, CACHE_NAMES
 from .admission import admit, check_room, check_rows, new_token_mask
 from .chunks import fill_up, run_in_chunks
+from .devices import counting_device, why_eager
 from .drafts import check_drafts
 from .forward import collects_outputs
 from .graph_per_shape import GraphPerShape
@@ -35,9 +37,8 @@ def prepare_cache_hook(original: Callable) -> Callable:
         drafts = generation_config._drafts_per_step if is_drafting else 0
         check_settings(generation_config, cache)
         if generation_config.cache_implementation == "static" and generation_config.use_cache:
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
             max_cache_len = max(max_cache_length, generation_config.max_cache_len or 0) + drafts
-            cache = model_kwargs[CACHE_NAME] = new_cache(self, generation_config, rows, max_cache_len, drafts)
+            cache = model_kwargs[CACHE_NAME] = new_cache(self, max_cache_len, drafts)
         else:
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         if is_drafting:
@@ -62,17 +63,11 @@ def check_settings(generation_config: GenerationConfig, cache: DeepseekV4StaticC
         raise ValueError(f"`prefill_chunk_size` must be at least 1, got {chunk_size}.")
 
 
-def new_cache(
-    model: PreTrainedModel, generation_config: GenerationConfig, rows: int, max_cache_len: int, max_rollback: int
-) -> DeepseekV4StaticCache:
+def new_cache(model: PreTrainedModel, max_cache_len: int, max_rollback: int) -> DeepseekV4StaticCache:
     """The cache for `cache_implementation="static"`, never smaller than in earlier calls: they share their graphs."""
     max_cache_len = max(max_cache_len, getattr(model, "_previous_max_cache_length", 0))
     model._previous_max_cache_length = max_cache_len
-    cache = DeepseekV4StaticCache(model.config, max_cache_len=max_cache_len, max_rollback=max_rollback)
-    shape = None if generation_config.prefill_chunk_size is None else model._get_static_cache_init_shape()
-    if shape is not None:  # as upstream: ahead of a prefill that may be compiled, on a single device
-        cache.early_initialization(rows, *shape, model.dtype, model.device)
-    return cache
+    return DeepseekV4StaticCache(model.config, max_cache_len=max_cache_len, max_rollback=max_rollback)
 
 
 def prefill_hook(original: Callable) -> Callable:
@@ -91,7 +86,7 @@ def prefill_hook(original: Callable) -> Callable:
         columns = prompt.shape[1] if unseen is None else unseen
         if columns > 0:
             check_rows(cache, len(prompt), columns)
-            token_mask = new_token_mask(attention_mask, len(prompt), columns, prompt.device)
+            token_mask = new_token_mask(attention_mask, len(prompt), columns, counting_device(self, cache))
             # The last new token is not run through the model.
             check_room(cache, token_mask, new_tokens=generation_config.max_length - input_ids.shape[1] - 1)
         if generation_config.prefill_chunk_size is None:
@@ -124,12 +119,14 @@ def compiled_call_hook(original: Callable) -> Callable:
         settings = static_shapes((compile_config or self._default_compile_config()).to_dict())
         if self not in _graphs or _graphs[self].settings != settings:
             _graphs[self] = GraphPerShape(settings)
-        graphs = _graphs[self]
+        graphs, reason = _graphs[self], why_eager(self)
+        if reason is not None and compile_config is not None:
+            warnings.warn(f"`generate` leaves this model uncompiled: {reason}", stacklevel=2)
 
         def run(*args, **kwargs):
             if static_cache(args, kwargs) is None:
                 return original(self, compile_config)(*args, **kwargs)
-            if collects_outputs(self.config, kwargs):
+            if reason is not None or collects_outputs(self.config, kwargs):
                 return self(*args, **kwargs)
             return graphs(self, **kwargs)
 
@@ -160,9 +157,9 @@ def prepare_inputs_hook(original: Callable) -> Callable:
         tokens = inputs[name]
         if attention_mask is not None and tokens.shape[1] > 1:
             tokens, attention_mask = move_padding_left(tokens, attention_mask)
-            inputs[name] = tokens
         # Always a tensor of the call's own length, so that padded and unpadded prompts share one graph.
         inputs["token_mask"] = admit(self, cache, tokens, attention_mask)
+        inputs[name] = tokens = tokens.to(inputs["token_mask"].device)
         drafted = tokens.shape[1] - 1
         if 0 < drafted <= cache.max_rollback and not kwargs.get("is_first_iteration"):
             # One graph verifies drafts of any length. As many logits as there are columns; the caller takes the last.
