@@ -7,7 +7,7 @@ compiled nothing can be checked: a token that does not fit is dropped there, and
 import torch
 from torch import Tensor, nn
 
-from ..conventions import same_strides
+from ..conventions import is_traced, same_strides
 from .devices import allocate, check_devices, counting_device
 from .positions import place
 from .static_cache import DeepseekV4StaticCache
@@ -37,14 +37,15 @@ def admit(
         `(batch, seq)` bool, False for padding, on the device where the model begins.
 
     Raises:
-        ValueError: a cache from another config or dtype, or on other devices; a call before that failed half-way; no
+        ValueError: a cache from another config or dtype, or on other devices; embeddings where ids are needed; a call
+            before that failed half-way; no
             tokens, another batch than the cache's, a mask of another shape or not left-padded, positions that are not
             the rows' own, or no room. Nothing has changed then.
     """
     batch_size, seq = inputs.shape[:2]
-    check_model(cache, model)
+    check_model(cache, model, inputs)
     token_mask = new_token_mask(attention_mask, batch_size, seq, counting_device(model, cache))
-    if torch.compiler.is_compiling():
+    if is_traced():
         cache.host.lose_count()
     else:
         if not cache.host.longest:  # empty, or from elsewhere
@@ -62,8 +63,16 @@ def admit(
     return token_mask
 
 
-def check_model(cache: DeepseekV4StaticCache, model: nn.Module) -> None:
-    """Raise `ValueError` if `model` keeps another state than the cache."""
+def check_use_cache(use_cache: bool | None) -> None:
+    """Raise `ValueError` for a call that brings a cache and says not to use it."""
+    if use_cache is False:
+        raise ValueError("`use_cache=False` contradicts the static cache of this call: leave out one of the two.")
+
+
+def check_model(cache: DeepseekV4StaticCache, model: nn.Module, inputs: Tensor) -> None:
+    """Raise `ValueError` if `model` keeps another state than the cache, or cannot do with `inputs` (see `admit`)."""
+    if inputs.is_floating_point() and "hash_moe" in model.config.mlp_layer_types:
+        raise ValueError("This model routes tokens by their ids (`hash_moe`): give `input_ids`, not `inputs_embeds`.")
     dtype = cache.dtype
     if dtype is not None and dtype != model.dtype:
         raise ValueError(f"The cache holds {dtype}, but the model is in {model.dtype}. Use a new cache.")
@@ -139,7 +148,9 @@ def new_token_mask(attention_mask: Tensor | None, batch_size: int, seq: int, dev
     if attention_mask is None:
         return torch.ones(batch_size, seq, dtype=torch.bool, device=device)
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        found = f"its shape is {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else "it is a dict"
+        found = f"it is a {type(attention_mask).__name__}"
+        if isinstance(attention_mask, Tensor):
+            found = f"its shape is {tuple(attention_mask.shape)}"
         raise ValueError(
             f"The attention mask must be the tokenizer's, `(batch, columns)` with 0 for padding, but {found}. What "
             "each query sees follows from positions: give the 2D mask, not masks that were made of it."

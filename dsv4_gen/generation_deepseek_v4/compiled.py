@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
-from .admission import admit
+from .admission import admit, check_use_cache
 from .chunks import run_in_chunks
 from .devices import why_eager
 from .experts import experts_in_place
@@ -84,7 +84,7 @@ def compile_forward(
     Raises:
         ValueError: a `prefill_chunk_size` below 2 or a `min_attended_len` below 1, or a model with hooks that cannot
             be compiled: accelerate's (remove them) or those of `fully_shard`. And in every call, before anything is
-            written: see `admit`.
+            written: `labels`, `use_cache=False`, and see `admit`.
 
     Example:
         >>> forward = compile_forward(model, prefill_chunk_size=256)
@@ -106,6 +106,9 @@ def compile_forward(
     def forward(input_ids=None, *, cache, attention_mask=None, inputs_embeds=None, position_ids=None, **kwargs):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        if kwargs.get("labels") is not None:
+            raise ValueError("A compiled forward has no loss. For one call the model itself, under `torch.no_grad()`.")
+        check_use_cache(kwargs.get("use_cache"))
         name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
         chunk_size = 1 if inputs.shape[1] == 1 else prefill_chunk_size
         is_eager = chunk_size is None or collects_outputs(model.config, kwargs)

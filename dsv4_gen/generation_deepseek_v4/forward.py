@@ -13,7 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 from transformers.utils.output_capturing import capture_outputs
 
 from ..conventions import CACHE_NAME
-from .admission import admit
+from .admission import admit, check_use_cache
 from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .devices import device_of, to_device
@@ -71,10 +71,7 @@ def model_forward(
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
-    if input_ids is None and "hash_moe" in model.config.mlp_layer_types:
-        raise ValueError("This model routes tokens by their ids (`hash_moe`): give `input_ids`, not `inputs_embeds`.")
-    if use_cache is False:
-        raise ValueError("`use_cache=False` contradicts the static cache of this call: leave out one of the two.")
+    check_use_cache(use_cache)
     inputs = input_ids if inputs_embeds is None else inputs_embeds
     fix_shapes(cache, inputs)
     if token_mask is None:

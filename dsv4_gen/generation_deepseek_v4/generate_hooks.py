@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
 
 from ..conventions import CACHE_NAME, CACHE_NAMES
-from .admission import admit, check_room, check_rows, new_token_mask
+from .admission import admit, check_room, check_rows, check_use_cache, new_token_mask
 from .chunks import fill_up, run_in_chunks
 from .devices import counting_device, why_eager
 from .drafts import check_drafts
@@ -36,7 +36,10 @@ def prepare_cache_hook(original: Callable) -> Callable:
         cache, is_drafting = static_cache((), model_kwargs), generation_mode == GenerationMode.ASSISTED_GENERATION
         drafts = generation_config._drafts_per_step if is_drafting else 0
         check_settings(generation_config, cache)
-        if generation_config.cache_implementation == "static" and generation_config.use_cache:
+        builds = generation_config.cache_implementation == "static" and generation_config.use_cache
+        if builds or cache is not None:
+            check_prompt_tuning(self)
+        if builds:
             max_cache_len = max(max_cache_length, generation_config.max_cache_len or 0) + drafts
             cache = model_kwargs[CACHE_NAME] = new_cache(self, max_cache_len, drafts)
         else:
@@ -50,8 +53,8 @@ def prepare_cache_hook(original: Callable) -> Callable:
 def check_settings(generation_config: GenerationConfig, cache: DeepseekV4StaticCache | None) -> None:
     """Raise `ValueError` for settings of `generate` that cannot work with this model's static cache."""
     implementation, chunk_size = generation_config.cache_implementation, generation_config.prefill_chunk_size
-    if cache is not None and generation_config.use_cache is False:
-        raise ValueError("`use_cache=False` contradicts the static cache of this call: leave out one of the two.")
+    if cache is not None:
+        check_use_cache(generation_config.use_cache)
     if cache is not None and implementation is not None:
         raise ValueError("Give `cache_implementation`, or a cache of your own, but not both.")
     if implementation in ALL_STATIC_CACHE_IMPLEMENTATIONS and implementation != "static":
@@ -61,6 +64,18 @@ def check_settings(generation_config: GenerationConfig, cache: DeepseekV4StaticC
         )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"`prefill_chunk_size` must be at least 1, got {chunk_size}.")
+
+
+def check_prompt_tuning(model: PreTrainedModel) -> None:
+    """Raise `ValueError` if peft puts a learned prompt before the text, of which the static cache would not know."""
+    preparing = getattr(model.prepare_inputs_for_generation, "__self__", None)  # peft puts its own in place meanwhile
+    adapter = getattr(preparing, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"The static cache does not work with prompt tuning (peft's {type(adapter).__name__}), which puts a "
+            "learned prompt before the text. Use an adapter that changes the weights, as LoRA does, or leave the cache "
+            "out and generate with `use_cache=False`."
+        )
 
 
 def new_cache(model: PreTrainedModel, max_cache_len: int, max_rollback: int) -> DeepseekV4StaticCache:
@@ -105,7 +120,6 @@ def prefill_hook(original: Callable) -> Callable:
             inputs[name],
             chunk_size=generation_config.prefill_chunk_size,
             cache=cache,
-            return_dict=True,
             **rest,
         )
 
