@@ -17,7 +17,7 @@ from .admission import admit
 from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .positions import Chunk, place
-from .region import run_layer
+from .region import region_kinds, run_layer
 from .selection import Queries, join, select_entries, window_keys
 from .static_cache import DeepseekV4StaticCache
 
@@ -84,11 +84,12 @@ def model_forward(
     }
     hidden_states = repeat(inputs_embeds, "b s d -> b s streams d", streams=model.config.hc_mult).contiguous()
     cache.host.unfinished = True
-    for layer, state in zip(model.layers, cache.layers):
+    kinds = region_kinds(model.layers, wanted=not collects_outputs(model.config, kwargs))
+    for layer, state, kind in zip(model.layers, cache.layers, kinds):
         hidden_states = run_layer(
             layer,
             hidden_states,
-            as_region=not collects_outputs(model.config, kwargs),
+            kind,
             input_ids=input_ids,
             position_embeddings=position_embeddings,
             position_ids=position_ids,
