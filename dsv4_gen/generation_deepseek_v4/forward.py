@@ -18,7 +18,7 @@ from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .devices import device_of, to_device
 from .positions import Chunk, place
-from .region import run_layer
+from .region import region_kinds, run_layer
 from .selection import Queries, join, select_entries, window_keys
 from .static_cache import DeepseekV4StaticCache
 from .static_shapes import fix_shapes
@@ -95,13 +95,14 @@ def model_forward(
         "chunk": chunk,
     }
     cache.host.unfinished = True
-    for layer, state in zip(model.layers, cache.layers):
+    kinds = region_kinds(model.layers, wanted=not collects_outputs(model.config, kwargs))
+    for layer, state, kind in zip(model.layers, cache.layers, kinds):
         if hidden_states.device != state.keys.device:  # the state is where the layer runs
             hidden_states, of_all_layers = to_device((hidden_states, of_all_layers), state.keys.device)
         hidden_states = run_layer(
             layer,
             hidden_states,
-            as_region=not collects_outputs(model.config, kwargs),
+            kind,
             attention_mask=None,
             **of_all_layers,
             **{CACHE_NAME: state},
