@@ -6,6 +6,8 @@ The last slot is to spare: index -1 stands for "no token", and what is written t
 import torch
 from torch import Tensor
 
+from ..conventions import is_traced
+
 
 def new_buffer(batch_size: int, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """`(batch_size, slots + 1, width)` zeros."""
@@ -27,7 +29,7 @@ def _(shape, dtype, device):
 def static_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that never move, and that can be written outside of `inference_mode` even if they were made in it."""
     with torch.inference_mode(False):
-        if torch.compiler.is_compiling():
+        if is_traced():
             return opaque_zeros(shape, dtype, device)
         return mark_static(torch.zeros(shape, dtype=dtype, device=device))
 
@@ -37,7 +39,7 @@ def mark_static(tensor: Tensor) -> Tensor:
 
     The compiler cannot be told while it traces.
     """
-    if not torch.compiler.is_compiling():
+    if not is_traced():
         torch._dynamo.mark_static_address(tensor)
         torch._dynamo.mark_static(tensor)
     return tensor

@@ -20,7 +20,7 @@ def fix_shapes(cache: DeepseekV4StaticCache, inputs: Tensor) -> None:
 
     Args:
         cache: of the call.
-        inputs: `(batch, seq, hidden_size)`.
+        inputs: `(batch, seq, ...)`, ids or embeddings.
     """
     if torch.compiler.is_dynamo_compiling():
         for tensor in (inputs, *cache.tensors().values()):
