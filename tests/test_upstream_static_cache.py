@@ -4,7 +4,9 @@ import pytest
 import torch
 from small_models import WINDOW, cache_of, count_graphs, generate, left_padded, random_ids, small_model
 from tiny import tiny_model
+from transformers import GenerationConfig
 from transformers.cache_utils import LinearAttentionLayer, StaticCache
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.masking_utils import create_masks_for_generate
 
 import dsv4_gen  # noqa: F401  for `cache_implementation="static"` of DeepSeek-V4
@@ -18,12 +20,21 @@ MODELS = {
     "deepseek_v3": lambda: small_model("deepseek_v3"),
     "deepseek_v4": tiny_model,
 }
-INITIALIZED_AHEAD = ["llama", "mistral", "gpt_oss", "qwen3_next", "deepseek_v4"]
+INITIALIZED_AHEAD = ["llama", "mistral", "gpt_oss", "qwen3_next"]
 
 
 def prepared_cache(model, prefill_chunk_size: int | None = 8, max_cache_len: int = 24):
     """The cache that `generate` makes for one row, before anything went through the model."""
-    return model._prepare_static_cache("static", 1, max_cache_len, prefill_chunk_size, {})
+    config = GenerationConfig(
+        cache_implementation="static",
+        use_cache=True,
+        prefill_chunk_size=prefill_chunk_size,
+        num_beams=1,
+        num_return_sequences=1,
+    )
+    prepared = {}
+    model._prepare_cache_for_generation(config, prepared, GenerationMode.GREEDY_SEARCH, 1, max_cache_len)
+    return prepared[CACHE_NAME]
 
 
 # `max_cache_len` of the generation config sizes the cache once
