@@ -37,11 +37,10 @@ def static_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> Tenso
 def mark_static(tensor: Tensor) -> Tensor:
     """Tell the compiler that `tensor` neither moves, which CUDA graphs require, nor changes its shape.
 
-    The compiler cannot be told while it traces. No guard, which older versions of torch have by default: a graph is for
-    every cache of these sizes, not for this tensor alone.
+    The compiler cannot be told while it traces.
     """
     if not is_traced():
-        torch._dynamo.mark_static_address(tensor, guard=False)
+        torch._dynamo.mark_static_address(tensor)
         torch._dynamo.mark_static(tensor)
     return tensor
 
