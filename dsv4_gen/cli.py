@@ -14,7 +14,8 @@ from .demo import describe, random_prompts, run_demo
 from .generation_deepseek_v4.sizes import SHORT_NAMES
 from .memory import PUBLIC_MODELS, longest_context, plan_cache_memory, public_config
 from .processes import load_model, one_voice, share
-from .prompt_cache import STATE_DTYPES, prompt_cache_info
+from .prompt_cache import prompt_cache_info
+from .prompt_cache.file_format import STATE_DTYPES
 from .tables import print_table
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,6 +18,14 @@ def call_shape(inputs: dict) -> tuple[int, int]:
     return inputs["input_ids"].shape[:2] if embeds is None else embeds.shape[:2]
 
 
+def is_traced() -> bool:
+    """Whether this very call is being traced, for a graph or for an export.
+
+    `torch.compiler.is_compiling` does not do: it is True in every thread while any of them compiles.
+    """
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def same_strides(value):
     """Tensors, in a dict too, with the strides of new ones, whatever they are slices of; anything else as it is.
 

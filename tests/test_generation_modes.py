@@ -287,13 +287,3 @@ def test_the_state_of_a_layer_lives_where_its_keys_are_computed():
         keys = torch.zeros(2, 1, 0, config.head_dim, device=device)
         layer.lazy_initialization(keys, keys)
         assert {tensor.device.type for tensor in layer.tensors().values()} == {device}
-
-
-def test_a_model_on_several_devices_allocates_layer_by_layer():
-    model, row = tiny_model(), random_ids(40)
-    elsewhere = torch.nn.Parameter(torch.empty(1, device="meta"), requires_grad=False)
-    model.model.layers[2].register_parameter("elsewhere", elsewhere)
-    cache = DeepseekV4StaticCache(model.config, max_cache_len=40)
-    cache.early_initialization = None  # not called
-    (logits,) = static_logits(model, [row], [[39], [1]], cache)
-    torch.testing.assert_close(logits, dynamic_logits(model, row), atol=2e-5, rtol=0)

@@ -17,15 +17,16 @@ from safetensors.torch import load_file, save_file
 from test_exact import TOLERANCE, dynamic_logits, static_logits
 from tiny import CSA, HCA, SLIDING, random_ids, tiny_config, tiny_model
 
-from dsv4_gen import DeepseekV4StaticCache, prompt_cache
+from dsv4_gen import DeepseekV4SlidingStaticLayer, DeepseekV4StaticCache
 from dsv4_gen.cli import main
 from dsv4_gen.prompt_cache import (
-    HEADER,
     load_prompt_cache,
     prompt_cache_info,
+    save_and_load,
     save_prompt_cache,
     weights_fingerprint,
 )
+from dsv4_gen.prompt_cache.file_format import HEADER
 
 MODEL = tiny_model()
 CONFIG = MODEL.config
@@ -393,7 +394,7 @@ def test_too_little_room_is_refused_and_just_enough_is_not(saved):
 
 
 def test_nothing_is_allocated_for_what_is_refused(saved, monkeypatch):
-    monkeypatch.setattr(DeepseekV4StaticCache, "early_initialization", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(DeepseekV4SlidingStaticLayer, "allocate", lambda *_: pytest.fail("allocated"))
     rewrite(saved, {"layers.3.indexer.entries": torch.zeros(3, 9, 16)})
     for arguments in ({}, {"model": tiny_model(seed=1)}, {"max_cache_len": 3}, {"max_rollback": -1}):
         with pytest.raises(ValueError):
@@ -445,7 +446,7 @@ def test_when_writing_fails_the_old_file_stays_and_nothing_else_does(saved, monk
         raise OSError("No space left on device")
 
     content = saved.read_bytes()
-    owner, name = (os, fails_in[3:]) if fails_in.startswith("os.") else (prompt_cache, fails_in)
+    owner, name = (os, fails_in[3:]) if fails_in.startswith("os.") else (save_and_load, fails_in)
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(OSError, match="No space left"):
         save_prompt_cache(saved, filled([5]))

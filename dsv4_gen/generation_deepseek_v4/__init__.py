@@ -6,9 +6,9 @@ Read in this order; each file imports only from those before it:
     buffers, compressor_state, cache_layers       the state of a layer
     host_count, static_cache, trees               the cache, and what compilers and exporters see of it
     compression, attention, selection             the arithmetic of a layer
-    admission, layer_kinds, region, forward       a call of the model
-    experts, few_rows, graph_per_shape, chunks, compiled      the call as a graph
-    model_hooks, drafts, generate_hooks, integration          the hooks into transformers
+    static_shapes, devices, admission, layer_kinds, region, forward   a call of the model
+    experts, few_rows, graph_per_shape, chunks, compiled              the call as a graph
+    model_hooks, drafts, generate_hooks, integration                  the hooks into transformers
 """
 
 from . import trees  # noqa: F401  (the cache and its layers are trees from the import on)

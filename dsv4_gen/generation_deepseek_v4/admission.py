@@ -7,7 +7,8 @@ compiled nothing can be checked: a token that does not fit is dropped there, and
 import torch
 from torch import Tensor, nn
 
-from ..conventions import same_strides
+from ..conventions import is_traced, same_strides
+from .devices import allocate, check_devices, counting_device
 from .positions import place
 from .static_cache import DeepseekV4StaticCache
 
@@ -27,25 +28,28 @@ def admit(
     Args:
         model: upstream's `DeepseekV4ForCausalLM` or `DeepseekV4Model`.
         cache: the state; only its host's count changes, and what it allocates.
-        inputs: `(batch, seq, ...)`, ids or embeddings.
+        inputs: `(batch, seq, ...)`, ids or embeddings, on any device.
         attention_mask: `(batch, seq)` or, as `generate` has it, `(batch, columns so far + seq)`; 0 is padding, which
             stands left of the tokens. None for no padding.
         position_ids: `(batch, seq)` or `(1, seq)`, compared with the rows' own positions.
 
     Returns:
-        `(batch, seq)` bool, False for padding.
+        `(batch, seq)` bool, False for padding, on the device where the model begins.
 
     Raises:
-        ValueError: a cache from another config or dtype, a call before that failed half-way, no tokens, another batch
-            than the cache's, a mask of another shape or not left-padded, positions that are not the rows' own, or no
-            room. Nothing has changed then.
+        ValueError: a cache from another config or dtype, or on other devices; embeddings where ids are needed; a call
+            before that failed half-way; no
+            tokens, another batch than the cache's, a mask of another shape or not left-padded, positions that are not
+            the rows' own, or no room. Nothing has changed then.
     """
-    (batch_size, seq), device = inputs.shape[:2], inputs.device
-    check_model(cache, model)
-    token_mask = new_token_mask(attention_mask, batch_size, seq, device)
-    if torch.compiler.is_compiling():
+    batch_size, seq = inputs.shape[:2]
+    check_model(cache, model, inputs)
+    token_mask = new_token_mask(attention_mask, batch_size, seq, counting_device(model, cache))
+    if is_traced():
         cache.host.lose_count()
     else:
+        if not cache.host.longest:  # empty, or from elsewhere
+            check_devices(model, cache)
         check_rows(cache, batch_size, seq)
         if attention_mask is not None and seq > 1 and (token_mask[:, :-1] & ~token_mask[:, 1:]).any():
             raise ValueError(
@@ -53,14 +57,22 @@ def admit(
                 "`padding_side='left'`."
             )
         if position_ids is not None:
-            check_positions(cache, token_mask, position_ids.to(device))
+            check_positions(cache, token_mask, position_ids.to(token_mask.device))
         count_tokens(cache, token_mask, has_padding=attention_mask is not None)
-    allocate(model, cache, batch_size, device)
+    allocate(model, cache, batch_size)
     return token_mask
 
 
-def check_model(cache: DeepseekV4StaticCache, model: nn.Module) -> None:
-    """Raise `ValueError` if `model` keeps another state than the cache."""
+def check_use_cache(use_cache: bool | None) -> None:
+    """Raise `ValueError` for a call that brings a cache and says not to use it."""
+    if use_cache is False:
+        raise ValueError("`use_cache=False` contradicts the static cache of this call: leave out one of the two.")
+
+
+def check_model(cache: DeepseekV4StaticCache, model: nn.Module, inputs: Tensor) -> None:
+    """Raise `ValueError` if `model` keeps another state than the cache, or cannot do with `inputs` (see `admit`)."""
+    if inputs.is_floating_point() and "hash_moe" in model.config.mlp_layer_types:
+        raise ValueError("This model routes tokens by their ids (`hash_moe`): give `input_ids`, not `inputs_embeds`.")
     dtype = cache.dtype
     if dtype is not None and dtype != model.dtype:
         raise ValueError(f"The cache holds {dtype}, but the model is in {model.dtype}. Use a new cache.")
@@ -127,14 +139,6 @@ def held(cache: DeepseekV4StaticCache, token_mask: Tensor) -> Tensor:
     return torch.zeros_like(token_mask[:, 0], dtype=torch.long) if cache.lengths is None else cache.lengths
 
 
-def allocate(model: nn.Module, cache: DeepseekV4StaticCache, batch_size: int, device: torch.device) -> None:
-    """Allocate what is not yet, ahead of the layers' regions."""
-    cache.allocate_lengths(batch_size, device)
-    if not cache.is_initialized and {parameter.device for parameter in model.parameters()} == {device}:
-        # On several devices each layer allocates where its first keys turn up.
-        cache.early_initialization(batch_size, 1, model.config.head_dim, model.dtype, device)
-
-
 def new_token_mask(attention_mask: Tensor | None, batch_size: int, seq: int, device: torch.device) -> Tensor:
     """`(batch, seq)` bool, the part of `attention_mask` that is about a call's own tokens.
 
@@ -144,7 +148,9 @@ def new_token_mask(attention_mask: Tensor | None, batch_size: int, seq: int, dev
     if attention_mask is None:
         return torch.ones(batch_size, seq, dtype=torch.bool, device=device)
     if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
-        found = f"its shape is {tuple(attention_mask.shape)}" if isinstance(attention_mask, Tensor) else "it is a dict"
+        found = f"it is a {type(attention_mask).__name__}"
+        if isinstance(attention_mask, Tensor):
+            found = f"its shape is {tuple(attention_mask.shape)}"
         raise ValueError(
             f"The attention mask must be the tokenizer's, `(batch, columns)` with 0 for padding, but {found}. What "
             "each query sees follows from positions: give the 2D mask, not masks that were made of it."

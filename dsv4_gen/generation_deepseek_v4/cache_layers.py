@@ -59,7 +59,10 @@ class DeepseekV4SlidingStaticLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Allocate all state for the batch, dtype and device of `key_states`, `(batch, ...)`."""
-        batch_size, dtype, device = key_states.shape[0], key_states.dtype, key_states.device
+        self.allocate(key_states.shape[0], key_states.dtype, key_states.device)
+
+    def allocate(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate all state, empty."""
         self.keys = new_buffer(batch_size, self.sizes.ring_size, self.sizes.head_dim, dtype, device)
         for state in self.states().values():
             state.allocate(batch_size, dtype, device)
@@ -86,8 +89,6 @@ class DeepseekV4SlidingStaticLayer(CacheLayerMixin):
             raise RuntimeError(
                 "A DeepseekV4StaticCache works with dsv4_gen's forward only. Call `dsv4_gen.register()` to install it."
             )
-        if not self.is_initialized:
-            self.lazy_initialization(key_states)
         size = slots_of(self.keys)
         slots = ring_slots(chunk, size)
         if key_states.shape[1] == 1:
@@ -125,8 +126,9 @@ class DeepseekV4SlidingStaticLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row `i` take the state of row `beam_idx[i]`, in place."""
         if self.is_initialized:
+            beam_idx = beam_idx.to(self.keys.device)
             for tensor in self.tensors().values():
-                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+                tensor.copy_(tensor.index_select(0, beam_idx))
 
     @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -47,7 +47,7 @@ def run_in_chunks(
             cache=cache,
             token_mask=same_strides(mask),
             logits_to_keep=logits_to_keep if from_last_chunk else 0,
-            **kwargs,
+            **kwargs | {"return_dict": True},
         )
         logits.append(output.logits)
         if from_last_chunk:

@@ -7,13 +7,15 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
-from .admission import admit
+from .admission import admit, check_use_cache
 from .chunks import run_in_chunks
+from .devices import why_eager
 from .experts import experts_in_place
 from .few_rows import FewRowProducts
 from .forward import collects_outputs
 from .graph_per_shape import GraphPerShape
 from .static_cache import DeepseekV4StaticCache
+from .static_shapes import static_shapes
 
 
 class DeepseekV4StaticForward(nn.Module):
@@ -80,8 +82,9 @@ def compile_forward(
         states, attentions and router logits are for eager calls: one that asks for them is not compiled.
 
     Raises:
-        ValueError: a `prefill_chunk_size` below 2 or a `min_attended_len` below 1. And in every call, before anything
-            is written: see `admit`.
+        ValueError: a `prefill_chunk_size` below 2 or a `min_attended_len` below 1, or a model with hooks that cannot
+            be compiled: accelerate's (remove them) or those of `fully_shard`. And in every call, before anything is
+            written: `labels`, `use_cache=False`, and see `admit`.
 
     Example:
         >>> forward = compile_forward(model, prefill_chunk_size=256)
@@ -93,6 +96,8 @@ def compile_forward(
     if min_attended_len is not None and min_attended_len < 1:
         raise ValueError(f"`min_attended_len` must be at least 1, got {min_attended_len}.")
     eager = DeepseekV4StaticForward(model)
+    if reason := why_eager(model):
+        raise ValueError(f"`compile_forward` cannot compile this model. {reason}")
     settings = {"fullgraph": True} | static_shapes(torch_compile_kwargs)
     if not settings.keys() & {"backend", "mode", "options"}:
         settings["options"] = {"post_grad_custom_pre_pass": FewRowProducts()}
@@ -101,6 +106,9 @@ def compile_forward(
     def forward(input_ids=None, *, cache, attention_mask=None, inputs_embeds=None, position_ids=None, **kwargs):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
+        if kwargs.get("labels") is not None:
+            raise ValueError("A compiled forward has no loss. For one call the model itself, under `torch.no_grad()`.")
+        check_use_cache(kwargs.get("use_cache"))
         name, inputs = ("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)
         chunk_size = 1 if inputs.shape[1] == 1 else prefill_chunk_size
         is_eager = chunk_size is None or collects_outputs(model.config, kwargs)
@@ -108,14 +116,10 @@ def compile_forward(
             masks = {"attention_mask": attention_mask, "position_ids": position_ids}
             return eager(**{name: inputs}, cache=cache, **masks, **kwargs)
         token_mask = admit(model, cache, inputs, attention_mask, position_ids)
+        inputs = inputs.to(token_mask.device)
         if min_attended_len is not None:
             kwargs["attended_len"] = cache.host.attended_len(min_attended_len, cache.max_cache_len)
         with experts_in_place(model, tokens=inputs.shape[0] * chunk_size):
             return run_in_chunks(compiled, name, inputs, token_mask, chunk_size, cache=cache, **kwargs)
 
     return forward
-
-
-def static_shapes(settings: dict) -> dict:
-    """Settings for `torch.compile` in which `dynamic` is False where it was left open."""
-    return settings | {"dynamic": bool(settings.get("dynamic"))}

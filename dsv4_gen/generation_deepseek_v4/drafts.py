@@ -6,11 +6,10 @@ Each hook takes upstream's method and returns the one to put in its place (see `
 import copy
 from collections.abc import Callable
 
-from torch import Tensor
-from transformers import GenerationConfig
+from torch import Tensor, nn
+from transformers import DeepseekV4Config, GenerationConfig
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 
 from ..conventions import CACHE_NAME
 from .static_cache import DeepseekV4StaticCache
@@ -37,8 +36,7 @@ def drafts_per_step(generation_config: GenerationConfig, generation_mode_kwargs:
     Raises:
         ValueError: a way of drafting that cannot work with this model.
     """
-    assistant = generation_mode_kwargs.get("assistant_model")
-    is_deepseek_v4 = isinstance(assistant, DeepseekV4ForCausalLM)
+    assistant, lookup = generation_mode_kwargs.get("assistant_model"), generation_config.prompt_lookup_num_tokens
     refused = {
         "`assistant_early_exit` (it runs the model's first layers on the cache of all)": (
             generation_config.assistant_early_exit is not None
@@ -47,19 +45,29 @@ def drafts_per_step(generation_config: GenerationConfig, generation_mode_kwargs:
             generation_config, "use_mtp", False
         ),
         "`speculation_type` (it is for models of another kind)": getattr(generation_config, "speculation_type", None),
-        "a DeepSeek-V4 assistant with another tokenizer": is_deepseek_v4
+        "a DeepSeek-V4 assistant that has another tokenizer": is_deepseek_v4(assistant)
         and generation_mode_kwargs.get("assistant_tokenizer") is not None,
+        "`prompt_lookup_num_tokens` below 1": lookup is not None and lookup < 1,
+        "`output_hidden_states` or `output_attentions` (transformers would cut them along another dimension)": (
+            generation_config.return_dict_in_generate
+            and (generation_config.output_hidden_states or generation_config.output_attentions)
+        ),
     }
     for way, is_asked in refused.items():
         if is_asked:
             raise ValueError(
-                f"DeepSeek-V4 cannot draft by {way}. Use `prompt_lookup_num_tokens`, or an `assistant_model` with the "
-                "same tokenizer."
+                f"DeepSeek-V4 cannot draft with {way}. Leave that out, and draft by `prompt_lookup_num_tokens` or by "
+                "an `assistant_model` with the same tokenizer."
             )
-    if generation_config.prompt_lookup_num_tokens is not None:
-        return generation_config.prompt_lookup_num_tokens
+    if lookup is not None:
+        return lookup
     default = GenerationConfig._get_default_generation_params()["num_assistant_tokens"]
     return assistant.generation_config.num_assistant_tokens or default
+
+
+def is_deepseek_v4(assistant: nn.Module | None) -> bool:
+    """Whether an assistant is a DeepSeek-V4 model, wrapped by peft or the compiler or not."""
+    return assistant is not None and assistant.config.model_type == DeepseekV4Config.model_type
 
 
 def check_drafts(
@@ -76,7 +84,7 @@ def check_drafts(
     if cache is None:
         raise ValueError(
             "assisted generation is not supported with stateful models, and with its dynamic cache DeepSeek-V4 is one: "
-            "add `cache_implementation='static'`."
+            "add `cache_implementation='static'`, and leave `use_cache` on."
         )
     if drafts > cache.max_rollback:
         raise ValueError(
@@ -104,21 +112,34 @@ def candidates_hook(original: Callable) -> Callable:
         drafts, propose = generation_config._drafts_per_step, generator.get_candidates
 
         def get_candidates(input_ids: Tensor, **kwargs) -> tuple[Tensor, Tensor | None]:
+            if input_ids.shape[1] == 1:  # of which an assistant would take back what it has not seen yet
+                return input_ids, None
             candidates, logits = propose(input_ids, **kwargs)
             return candidates[:, : input_ids.shape[1] + drafts], None if logits is None else logits[:, :drafts]
 
         generator.get_candidates = get_candidates
         if isinstance(generator, AssistedCandidateGenerator):
+            limit_schedule(generator, drafts)
             give_static_cache(generator, drafts, generation_config.max_length)
         return generator
 
     return _get_candidate_generator
 
 
+def limit_schedule(generator: AssistedCandidateGenerator, drafts: int) -> None:
+    """Let a heuristic schedule never ask for more drafts than it began with, in this call and the next."""
+    adapt = generator.update_candidate_strategy
+
+    def update_candidate_strategy(*args) -> None:
+        adapt(*args)
+        generator.num_assistant_tokens = min(generator.num_assistant_tokens, drafts)
+
+    generator.update_candidate_strategy = update_candidate_strategy
+
+
 def give_static_cache(generator: AssistedCandidateGenerator, drafts: int, max_length: int) -> None:
     """Let a DeepSeek-V4 assistant keep a static cache, which can go back as the model's own can."""
-    if isinstance(generator.assistant_model, DeepseekV4ForCausalLM):
-        generator.assistant_generation_config.num_assistant_tokens_schedule = "constant"
+    if is_deepseek_v4(generator.assistant_model):
         generator.assistant_kwargs[CACHE_NAME] = DeepseekV4StaticCache(
             generator.assistant_model.config, max_cache_len=max_length + drafts, max_rollback=drafts
         )

@@ -13,13 +13,15 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 from transformers.utils.output_capturing import capture_outputs
 
 from ..conventions import CACHE_NAME
-from .admission import admit
+from .admission import admit, check_use_cache
 from .attention import attend
 from .cache_layers import DeepseekV4SlidingStaticLayer
+from .devices import device_of, to_device
 from .positions import Chunk, place
 from .region import region_kinds, run_layer
 from .selection import Queries, join, select_entries, window_keys
 from .static_cache import DeepseekV4StaticCache
+from .static_shapes import fix_shapes
 
 # Queries of a prefill that attend together: bounds the memory of scores and masks, which grows with the product of
 # queries and keys.
@@ -47,6 +49,7 @@ def model_forward(
     inputs_embeds: Tensor | None = None,
     use_cache: bool | None = None,
     token_mask: Tensor | None = None,
+    output_device: torch.device | None = None,
     **kwargs,
 ) -> MoeModelOutputWithPast:
     """`DeepseekV4Model.forward` with a static cache.
@@ -60,6 +63,7 @@ def model_forward(
         use_cache: not False.
         token_mask: what `admit` returned, where the caller has asked already (`generate` and `compile_forward` do,
             outside of the graph); then no mask is needed.
+        output_device: where the hidden states are wanted, that of the head. Defaults to where they end up.
         kwargs: what upstream's decoder layers take.
 
     Raises:
@@ -67,14 +71,14 @@ def model_forward(
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("Give exactly one of `input_ids` and `inputs_embeds`.")
-    if input_ids is None and "hash_moe" in model.config.mlp_layer_types:
-        raise ValueError("This model routes tokens by their ids (`hash_moe`): give `input_ids`, not `inputs_embeds`.")
-    if use_cache is False:
-        raise ValueError("`use_cache=False` contradicts the static cache of this call: leave out one of the two.")
+    check_use_cache(use_cache)
+    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    fix_shapes(cache, inputs)
+    if token_mask is None:
+        token_mask = admit(model, cache, inputs, attention_mask, position_ids)
+    input_ids, inputs_embeds, token_mask = to_device((input_ids, inputs_embeds, token_mask), cache.lengths.device)
     if inputs_embeds is None:
         inputs_embeds = model.embed_tokens(input_ids)
-    if token_mask is None:
-        token_mask = admit(model, cache, inputs_embeds, attention_mask, position_ids)
     chunk = place(cache.lengths, token_mask, cache.max_cache_len)
 
     position_ids = chunk.positions.clamp(min=0)  # padding is rotated like a first token; nobody sees it
@@ -82,25 +86,34 @@ def model_forward(
         rope: model.rotary_emb(inputs_embeds, position_ids=position_ids, layer_type=rope)
         for rope in ("main", "compress")
     }
+    position_embeddings = to_device(position_embeddings, inputs_embeds.device)
     hidden_states = repeat(inputs_embeds, "b s d -> b s streams d", streams=model.config.hc_mult).contiguous()
+    of_all_layers = {
+        "input_ids": input_ids,
+        "position_embeddings": position_embeddings,
+        "position_ids": position_ids,
+        "chunk": chunk,
+    }
     cache.host.unfinished = True
     kinds = region_kinds(model.layers, wanted=not collects_outputs(model.config, kwargs))
     for layer, state, kind in zip(model.layers, cache.layers, kinds):
+        if hidden_states.device != state.keys.device:  # the state is where the layer runs
+            hidden_states, of_all_layers = to_device((hidden_states, of_all_layers), state.keys.device)
         hidden_states = run_layer(
             layer,
             hidden_states,
             kind,
-            input_ids=input_ids,
-            position_embeddings=position_embeddings,
-            position_ids=position_ids,
             attention_mask=None,
-            chunk=chunk,
+            **of_all_layers,
             **{CACHE_NAME: state},
             **kwargs,
         )
     cache.advance(token_mask)
     cache.host.unfinished = False
-    return MoeModelOutputWithPast(last_hidden_state=model.norm(model.hc_head(hidden_states)), **{CACHE_NAME: cache})
+    for module in (model.hc_head, model.norm):
+        hidden_states = module(hidden_states.to(device_of(module)))
+    hidden_states = hidden_states.to(output_device or hidden_states.device)
+    return MoeModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE_NAME: cache})
 
 
 def attention_forward(

@@ -3,6 +3,7 @@
 Each function takes upstream's method and returns the one to put in its place (see `integration.py`).
 """
 
+import warnings
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
@@ -12,14 +13,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import ALL_STATIC_CACHE_IMPLEMENTATIONS, GenerationMode
 
 from ..conventions import CACHE_NAME, CACHE_NAMES
-from .admission import admit, check_room, check_rows, new_token_mask
+from .admission import admit, check_room, check_rows, check_use_cache, new_token_mask
 from .chunks import fill_up, run_in_chunks
-from .compiled import static_shapes
+from .devices import counting_device, why_eager
 from .drafts import check_drafts
 from .forward import collects_outputs
 from .graph_per_shape import GraphPerShape
 from .model_hooks import static_cache
 from .static_cache import DeepseekV4StaticCache
+from .static_shapes import static_shapes
 
 # What `generate` compiles of each model, as long as there is the model.
 _graphs: WeakKeyDictionary[PreTrainedModel, GraphPerShape] = WeakKeyDictionary()
@@ -34,10 +36,12 @@ def prepare_cache_hook(original: Callable) -> Callable:
         cache, is_drafting = static_cache((), model_kwargs), generation_mode == GenerationMode.ASSISTED_GENERATION
         drafts = generation_config._drafts_per_step if is_drafting else 0
         check_settings(generation_config, cache)
-        if generation_config.cache_implementation == "static" and generation_config.use_cache:
-            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        builds = generation_config.cache_implementation == "static" and generation_config.use_cache
+        if builds or cache is not None:
+            check_prompt_tuning(self)
+        if builds:
             max_cache_len = max(max_cache_length, generation_config.max_cache_len or 0) + drafts
-            cache = model_kwargs[CACHE_NAME] = new_cache(self, generation_config, rows, max_cache_len, drafts)
+            cache = model_kwargs[CACHE_NAME] = new_cache(self, max_cache_len, drafts)
         else:
             original(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         if is_drafting:
@@ -49,8 +53,8 @@ def prepare_cache_hook(original: Callable) -> Callable:
 def check_settings(generation_config: GenerationConfig, cache: DeepseekV4StaticCache | None) -> None:
     """Raise `ValueError` for settings of `generate` that cannot work with this model's static cache."""
     implementation, chunk_size = generation_config.cache_implementation, generation_config.prefill_chunk_size
-    if cache is not None and generation_config.use_cache is False:
-        raise ValueError("`use_cache=False` contradicts the static cache of this call: leave out one of the two.")
+    if cache is not None:
+        check_use_cache(generation_config.use_cache)
     if cache is not None and implementation is not None:
         raise ValueError("Give `cache_implementation`, or a cache of your own, but not both.")
     if implementation in ALL_STATIC_CACHE_IMPLEMENTATIONS and implementation != "static":
@@ -62,17 +66,23 @@ def check_settings(generation_config: GenerationConfig, cache: DeepseekV4StaticC
         raise ValueError(f"`prefill_chunk_size` must be at least 1, got {chunk_size}.")
 
 
-def new_cache(
-    model: PreTrainedModel, generation_config: GenerationConfig, rows: int, max_cache_len: int, max_rollback: int
-) -> DeepseekV4StaticCache:
+def check_prompt_tuning(model: PreTrainedModel) -> None:
+    """Raise `ValueError` if peft puts a learned prompt before the text, of which the static cache would not know."""
+    preparing = getattr(model.prepare_inputs_for_generation, "__self__", None)  # peft puts its own in place meanwhile
+    adapter = getattr(preparing, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"The static cache does not work with prompt tuning (peft's {type(adapter).__name__}), which puts a "
+            "learned prompt before the text. Use an adapter that changes the weights, as LoRA does, or leave the cache "
+            "out and generate with `use_cache=False`."
+        )
+
+
+def new_cache(model: PreTrainedModel, max_cache_len: int, max_rollback: int) -> DeepseekV4StaticCache:
     """The cache for `cache_implementation="static"`, never smaller than in earlier calls: they share their graphs."""
     max_cache_len = max(max_cache_len, getattr(model, "_previous_max_cache_length", 0))
     model._previous_max_cache_length = max_cache_len
-    cache = DeepseekV4StaticCache(model.config, max_cache_len=max_cache_len, max_rollback=max_rollback)
-    shape = None if generation_config.prefill_chunk_size is None else model._get_static_cache_init_shape()
-    if shape is not None:  # as upstream: ahead of a prefill that may be compiled, on a single device
-        cache.early_initialization(rows, *shape, model.dtype, model.device)
-    return cache
+    return DeepseekV4StaticCache(model.config, max_cache_len=max_cache_len, max_rollback=max_rollback)
 
 
 def prefill_hook(original: Callable) -> Callable:
@@ -91,7 +101,7 @@ def prefill_hook(original: Callable) -> Callable:
         columns = prompt.shape[1] if unseen is None else unseen
         if columns > 0:
             check_rows(cache, len(prompt), columns)
-            token_mask = new_token_mask(attention_mask, len(prompt), columns, prompt.device)
+            token_mask = new_token_mask(attention_mask, len(prompt), columns, counting_device(self, cache))
             # The last new token is not run through the model.
             check_room(cache, token_mask, new_tokens=generation_config.max_length - input_ids.shape[1] - 1)
         if generation_config.prefill_chunk_size is None:
@@ -110,7 +120,6 @@ def prefill_hook(original: Callable) -> Callable:
             inputs[name],
             chunk_size=generation_config.prefill_chunk_size,
             cache=cache,
-            return_dict=True,
             **rest,
         )
 
@@ -124,12 +133,14 @@ def compiled_call_hook(original: Callable) -> Callable:
         settings = static_shapes((compile_config or self._default_compile_config()).to_dict())
         if self not in _graphs or _graphs[self].settings != settings:
             _graphs[self] = GraphPerShape(settings)
-        graphs = _graphs[self]
+        graphs, reason = _graphs[self], why_eager(self)
+        if reason is not None and compile_config is not None:
+            warnings.warn(f"`generate` leaves this model uncompiled: {reason}", stacklevel=2)
 
         def run(*args, **kwargs):
             if static_cache(args, kwargs) is None:
                 return original(self, compile_config)(*args, **kwargs)
-            if collects_outputs(self.config, kwargs):
+            if reason is not None or collects_outputs(self.config, kwargs):
                 return self(*args, **kwargs)
             return graphs(self, **kwargs)
 
@@ -160,9 +171,9 @@ def prepare_inputs_hook(original: Callable) -> Callable:
         tokens = inputs[name]
         if attention_mask is not None and tokens.shape[1] > 1:
             tokens, attention_mask = move_padding_left(tokens, attention_mask)
-            inputs[name] = tokens
         # Always a tensor of the call's own length, so that padded and unpadded prompts share one graph.
         inputs["token_mask"] = admit(self, cache, tokens, attention_mask)
+        inputs[name] = tokens = tokens.to(inputs["token_mask"].device)
         drafted = tokens.shape[1] - 1
         if 0 < drafted <= cache.max_rollback and not kwargs.get("is_first_iteration"):
             # One graph verifies drafts of any length. As many logits as there are columns; the caller takes the last.

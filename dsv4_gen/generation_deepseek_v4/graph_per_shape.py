@@ -7,6 +7,7 @@ from types import FunctionType
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import reset_code
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from .static_cache import DeepseekV4StaticCache
@@ -38,7 +39,10 @@ class GraphPerShape:
             run = self._compiled.pop(shape, None) or torch.compile(copy_of(call), **self.settings)
             self._compiled[shape] = run
             if len(self._compiled) > MOST_SHAPES:
-                self._compiled.popitem(last=False)
+                _, forgotten = self._compiled.popitem(last=False)
+                reset_code(forgotten.__wrapped__.__code__)  # which would keep the graph, and nothing else frees it
+        # A graph writes Python's attributes at its end only: without this, one that fails would leave no trace.
+        next(value for value in inputs.values() if isinstance(value, DeepseekV4StaticCache)).host.unfinished = True
         return run(model, inputs)
 
 
@@ -47,7 +51,7 @@ def call(model: nn.Module, inputs: dict) -> MoeCausalLMOutputWithPast:
 
 
 def copy_of(function: FunctionType) -> FunctionType:
-    """The function with code of its own: the compiler counts and keeps graphs by code, and forgets them with it."""
+    """The function with code of its own: the compiler counts and keeps graphs by code."""
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 

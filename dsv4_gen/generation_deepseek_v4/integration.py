@@ -1,7 +1,7 @@
 """The hooks into transformers: what `import dsv4_gen` changes, in one place.
 
     of the model's forward (`model_hooks.py`)
-    DeepseekV4ForCausalLM.forward                          records no gradients
+    DeepseekV4ForCausalLM.forward                          records no gradients, finds the head's device
     DeepseekV4Model.forward                                runs `model_forward`
     DeepseekV4Attention.forward                            runs `attention_forward`
     DeepseekV4HCACompressor.forward, and two more          run `compress`
@@ -20,8 +20,10 @@
 A call without a static cache goes to upstream's method with the arguments as they came.
 """
 
+import gc
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as upstream
 
@@ -49,20 +51,43 @@ _replaced: dict[tuple[type, str], Callable | None] = {}
 
 
 def register() -> None:
-    """Install the hooks. Importing `dsv4_gen` does; a second time changes nothing."""
+    """Install the hooks, for models that are there already too. Importing `dsv4_gen` does; twice is as good as once."""
     if _replaced:
         return
+    before = current_methods()
     for (owner, name), make_hook in HOOKS.items():
-        original = getattr(owner, name)
         _replaced[owner, name] = vars(owner).get(name)  # None: inherited
-        setattr(owner, name, wraps(original)(make_hook(original)))
+        setattr(owner, name, wraps(before[owner, name])(make_hook(before[owner, name])))
+    rebind(before)
 
 
 def unregister() -> None:
     """Take the hooks out: transformers is as it was. A second time changes nothing."""
+    before = current_methods()
     for (owner, name), own in _replaced.items():
         if own is None:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
     _replaced.clear()
+    rebind(before)
+
+
+def current_methods() -> dict[tuple[type, str], Callable]:
+    """The methods that `HOOKS` names, as they are now."""
+    return {(owner, name): getattr(owner, name) for owner, name in HOOKS}
+
+
+def rebind(before: dict[tuple[type, str], Callable]) -> None:
+    """Let modules that keep one of the methods `before` for themselves keep the one that is now in its place.
+
+    accelerate's hooks do: they call the forward that a module had when the model was dispatched, and leave it behind on
+    the module when they are removed.
+    """
+    owners = tuple({owner for owner, _ in HOOKS})
+    now = {method: getattr(owner, name) for (owner, name), method in before.items()}
+    for module in gc.get_objects():
+        if issubclass(type(module), owners):
+            for name, value in vars(module).items():
+                if isinstance(value, MethodType) and value.__func__ in now:
+                    vars(module)[name] = MethodType(now[value.__func__], module)

@@ -10,6 +10,7 @@ import torch
 from ..conventions import CACHE_NAMES
 from .cache_layers import DeepseekV4SlidingStaticLayer
 from .compression import compress
+from .devices import device_of
 from .experts import experts_forward
 from .forward import attention_forward, model_forward
 from .static_cache import DeepseekV4StaticCache
@@ -22,7 +23,7 @@ def static_cache(args: tuple, kwargs: dict, kind: type = DeepseekV4StaticCache):
 
 
 def causal_lm_hook(original: Callable) -> Callable:
-    """For `DeepseekV4ForCausalLM.forward`: a cache is for inference, so nothing records gradients."""
+    """For `DeepseekV4ForCausalLM.forward`: nothing records gradients, and the head may stand on a device of its own."""
 
     def forward(self, *args, **kwargs):
         if static_cache(args, kwargs) is None:
@@ -33,7 +34,7 @@ def causal_lm_hook(original: Callable) -> Callable:
                 "(`use_cache=False`); for the loss alone call it under `torch.no_grad()`."
             )
         with torch.no_grad():
-            return original(self, *args, **kwargs)
+            return original(self, *args, output_device=device_of(self.lm_head, self), **kwargs)
 
     return forward
 

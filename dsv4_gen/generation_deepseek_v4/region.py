@@ -4,7 +4,6 @@ A region is an optimization only: where there cannot be one, the layer is called
 """
 
 import torch
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -29,7 +28,7 @@ def kind_of_call(layer: nn.Module, hidden_states: Tensor, kind: int, shards: dic
 
 
 # A region may not change its inputs before torch 2.13; there the layers are compiled one by one.
-has_regions = Version(torch.__version__) >= Version("2.13")
+has_regions = torch.__version__ >= "2.13"  # compared as versions, not as strings
 if has_regions:
     as_region = torch.compiler.nested_compile_region
     # More kinds than any model has, each on many devices: torch raises where there are more.

@@ -22,8 +22,8 @@ class DeepseekV4StaticCache(Cache):
     """A static cache for DeepSeek-V4: everything is allocated once, and a model that uses it compiles to one graph.
 
     Give `max_cache_len`, or `max_new_tokens` and the prompt's length. Rows keep their own positions: padding takes no
-    room and changes nothing. The state is allocated on first use (or by `early_initialization`), for the batch, dtype
-    and device found there, and never moves after that.
+    room and changes nothing. The state is allocated on first use (or by `early_initialization`), for the batch and
+    dtype found there, each layer's on the device where the layer runs, and never moves after that.
 
     Args:
         config (`DeepseekV4Config`): the model's config.
