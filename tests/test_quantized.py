@@ -18,7 +18,7 @@ def is_quantized(module, name):
 
 @pytest.mark.parametrize("weights, backend", [("int8", "eager"), ("int8", "aot_eager"), ("int4", "eager")])
 def test_quantized_weights_compile_to_one_graph_without_regions(weights, backend):
-    model, ids, regions = tiny_model(layer_types=[CSA, HCA]), random_ids(2, 20), []
+    model, ids = tiny_model(layer_types=[CSA, HCA]), random_ids(2, 20)
     quantize_(model, QUANTIZATIONS[weights], filter_fn=is_quantized)
     expected = model(ids, use_cache=False).logits
     cache = DeepseekV4StaticCache(model.config, max_cache_len=32)
