@@ -133,6 +133,7 @@ def test_a_kind_of_layer_is_traced_once_however_many_there_are():
     assert backend.regions == [3, 3]
 
 
+@pytest.mark.skipif(not has_regions, reason="torch before 2.13 compiles the layers one by one")
 @pytest.mark.parametrize("path, regions", [("model.layers.1", 2), ("model.layers.3.self_attn.q_b_proj", 3)])
 def test_a_hook_runs_in_a_graph_and_its_layer_is_no_region(path, regions):
     model, backend, seen = tiny_model(), CountRegions(), {}
