@@ -6,13 +6,14 @@ from math import prod
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config
 
 from .benchmark import speed
 from .benchmark.random_model import demo_config, random_model
 from .demo import describe, random_prompts, run_demo
 from .generation_deepseek_v4.sizes import SHORT_NAMES
 from .memory import PUBLIC_MODELS, longest_context, plan_cache_memory, public_config
+from .processes import load_model, one_voice, share
 from .prompt_cache import prompt_cache_info
 from .prompt_cache.file_format import STATE_DTYPES
 from .tables import print_table
@@ -33,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="dsv4-gen",
         description="Generate with a DeepSeek-V4 model through a static cache and one compiled graph, and compare "
-        "with the dynamic cache. Without options a small model with random weights is built: nothing is downloaded.",
+        "with the dynamic cache. Without options a small model with random weights is built: nothing is downloaded. "
+        "Started by torchrun, the model is tensor-parallel.",
     )
     top.add_argument("--model", type=Path, metavar="PATH", help="a local checkpoint folder instead of random weights")
     top.add_argument("--prompt", action="append", help="a text to continue, with --model; may be given several times")
@@ -99,6 +101,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     )
 
 
+@one_voice()
 def _demo(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 4:
         arguments.usage_error("--max-new-tokens must be at least 4")
@@ -106,11 +109,11 @@ def _demo(arguments: argparse.Namespace) -> None:
     if arguments.model is None:
         if arguments.prompt:
             arguments.usage_error("--prompt needs a tokenizer: give a checkpoint folder with --model")
-        model = random_model(demo_config(), dtype=DTYPES[arguments.dtype or "float32"])
+        model = share(random_model(demo_config(), dtype=DTYPES[arguments.dtype or "float32"]))
     else:
         if not (arguments.model / "config.json").is_file():
             arguments.usage_error(f"{arguments.model} is not a checkpoint folder: it has no config.json")
-        model = DeepseekV4ForCausalLM.from_pretrained(arguments.model, dtype=DTYPES.get(arguments.dtype, "auto")).eval()
+        model = load_model(arguments.model, DTYPES.get(arguments.dtype, "auto"))
         if arguments.prompt:
             tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     if tokenizer is None:

@@ -71,10 +71,11 @@ def describe(model: DeepseekV4ForCausalLM) -> str:
     """One line on what kind of model it is."""
     config = model.config
     parameters = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    shared = f", tensor-parallel over {model.tp_size} processes" if model.tp_size else ""
     return (
         f"DeepSeek-V4 with {config.num_hidden_layers} layers, {parameters:.1f}M parameters, {model.dtype}, "
         f"window {config.sliding_window}, rates {list(config.compress_rates.values())}, top {config.index_topk} of "
-        f"the {config.layer_types.count(CSA)} CSA layers' entries"
+        f"the {config.layer_types.count(CSA)} CSA layers' entries{shared}"
     )
 
 

@@ -1,24 +1,18 @@
 """Weights that FSDP2 shards over two processes (gloo, on one machine): eager calls, and what compiling says."""
 
-import os
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 from tiny import random_ids, tiny_model
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from transformers import CompileConfig
+from two_processes import run_in_two_processes
 
 from dsv4_gen import DeepseekV4StaticCache, compile_forward, load_prompt_cache, save_prompt_cache
 
-SECONDS = 120  # in which the processes come to their end
 
-
-def in_each_process(rank, folder):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def in_each_process(folder):
+    dist.init_process_group("gloo")
     whole, ids, greedy = tiny_model(), random_ids(2, 20), {"max_new_tokens": 4, "do_sample": False}
     compiles = CompileConfig(fullgraph=True, backend="eager", mode=None)
     compiles._compile_all_devices = True
@@ -38,17 +32,10 @@ def in_each_process(rank, folder):
             compile_forward(model)
 
         # The file is that of the whole model.
-        save_prompt_cache(f"{folder}/{rank}", cache, model=model)
-        assert load_prompt_cache(f"{folder}/{rank}", whole.config, model=whole).lengths.tolist() == [20, 20]
+        save_prompt_cache(f"{folder}/{dist.get_rank()}", cache, model=model)
+        assert load_prompt_cache(f"{folder}/{dist.get_rank()}", whole.config, model=whole).lengths.tolist() == [20, 20]
     dist.destroy_process_group()
 
 
 def test_two_processes_with_a_half_of_each_weight(tmp_path):
-    processes = torch.multiprocessing.spawn(in_each_process, args=(tmp_path,), nprocs=2, join=False, daemon=True)
-    end = time.monotonic() + SECONDS
-    try:
-        while not processes.join(timeout=max(0, end - time.monotonic())):
-            assert time.monotonic() < end, f"still running after {SECONDS} seconds"
-    finally:
-        for process in processes.processes:
-            process.kill()
+    run_in_two_processes(in_each_process, tmp_path, seconds=120)

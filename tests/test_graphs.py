@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_exact import dynamic_logits
-from tiny import CSA, HCA, SLIDING, random_ids, tiny_model
+from tiny import CSA, HCA, SLIDING, CountRegions, random_ids, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
@@ -123,19 +123,34 @@ def test_outputs_that_hooks_collect_come_from_an_eager_call():
 
 @pytest.mark.skipif(not has_regions, reason="torch before 2.13 compiles the layers one by one")
 def test_a_kind_of_layer_is_traced_once_however_many_there_are():
-    regions = []
-
-    def count_regions(graph, inputs):
-        regions.append(sum("subgraph" in name for name, _ in graph.named_children()))
-        return graph
-
+    backend = CountRegions()
     for pairs in (1, 4):
         model = tiny_model(layer_types=[SLIDING] + pairs * [CSA, HCA])
         ids, cache = random_ids(1, 50), DeepseekV4StaticCache(model.config, max_cache_len=50)
-        forward = compile_forward(model, backend=count_regions)
+        forward = compile_forward(model, backend=backend)
         logits = torch.cat([forward(ids[:, i : i + 1], cache=cache).logits for i in range(50)], dim=1)
         torch.testing.assert_close(logits[0], dynamic_logits(model, ids[0]), atol=2e-5, rtol=0)
-    assert regions == [3, 3]
+    assert backend.regions == [3, 3]
+
+
+@pytest.mark.skipif(not has_regions, reason="torch before 2.13 compiles the layers one by one")
+@pytest.mark.parametrize("path, regions", [("model.layers.1", 2), ("model.layers.3.self_attn.q_b_proj", 3)])
+def test_a_hook_runs_in_a_graph_and_its_layer_is_no_region(path, regions):
+    model, backend, seen = tiny_model(), CountRegions(), {}
+
+    def halve(module, args, output):
+        seen["halved"] = output / 2
+        return output / 2
+
+    model.get_submodule(path).register_forward_hook(halve)
+    ids, cache = random_ids(1, 20), DeepseekV4StaticCache(model.config, max_cache_len=20)
+    expected = dynamic_logits(model, ids[0])
+    in_eager_mode = seen.pop("halved")[:, -1:]
+    forward = compile_forward(model, backend=backend)
+    logits = torch.cat([forward(ids[:, i : i + 1], cache=cache).logits for i in range(20)], dim=1)
+    torch.testing.assert_close(logits[0], expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(seen["halved"], in_eager_mode, atol=2e-5, rtol=0)
+    assert backend.regions == [regions]
 
 
 def test_inductor_agrees_with_the_dynamic_model():

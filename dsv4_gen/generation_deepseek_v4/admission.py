@@ -128,9 +128,10 @@ def check_room(cache: DeepseekV4StaticCache, token_mask: Tensor, new_tokens: int
     needed = int((lengths + token_mask.sum(dim=1)).max()) + new_tokens
     if needed > cache.max_cache_len:
         answer = f" and the {new_tokens} tokens after it need" if new_tokens else " needs"
+        fewer = ", fewer new tokens" if new_tokens else ""
         raise ValueError(
             f"The call{answer} room for {needed} tokens in a row, which holds {int(lengths.max())} by now, but the "
-            f"cache has `max_cache_len={cache.max_cache_len}`. Use a larger cache, or `reset()` this one."
+            f"cache has `max_cache_len={cache.max_cache_len}`. Use a larger cache{fewer}, or `reset()` this one."
         )
 
 

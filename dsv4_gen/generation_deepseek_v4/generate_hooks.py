@@ -160,7 +160,7 @@ def prepare_inputs_hook(original: Callable) -> Callable:
         if next_sequence_length is not None and next_sequence_length < 1:
             raise ValueError(
                 f"The cache has seen {cache.get_seq_length()} columns, no fewer than the {input_ids.shape[1]} of this "
-                "text: there is nothing to continue. `reset()` the cache for another text."
+                "text: there is nothing to continue. Give the whole text so far, or `reset()` the cache for another."
             )
         # Without the cache and the mask, of which upstream would make masks that are not needed here.
         others = {name: kwargs[name] for name in kwargs if name not in (*CACHE_NAMES, "attention_mask")}
