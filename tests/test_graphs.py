@@ -134,9 +134,9 @@ def test_a_kind_of_layer_is_traced_once_however_many_there_are():
 
 
 @pytest.mark.skipif(not has_regions, reason="torch before 2.13 compiles the layers one by one")
-@pytest.mark.parametrize("path, regions", [("model.layers.1", 2), ("model.layers.3.self_attn.q_b_proj", 3)])
-def test_a_hook_runs_in_a_graph_and_its_layer_is_no_region(path, regions):
-    model, backend, seen = tiny_model(), CountRegions(), {}
+@pytest.mark.parametrize("path", ["model.layers.1", "model.layers.2.self_attn.q_b_proj"])
+def test_a_hook_runs_in_a_graph_and_its_layer_is_no_region(path):
+    model, backend, seen = tiny_model(layer_types=[SLIDING, CSA, HCA]), CountRegions(), {}
 
     def halve(module, args, output):
         seen["halved"] = output / 2
@@ -145,12 +145,12 @@ def test_a_hook_runs_in_a_graph_and_its_layer_is_no_region(path, regions):
     model.get_submodule(path).register_forward_hook(halve)
     ids, cache = random_ids(1, 20), DeepseekV4StaticCache(model.config, max_cache_len=20)
     expected = dynamic_logits(model, ids[0])
-    in_eager_mode = seen.pop("halved")[:, -1:]
+    in_eager_mode = seen["halved"][:, -1:]
     forward = compile_forward(model, backend=backend)
     logits = torch.cat([forward(ids[:, i : i + 1], cache=cache).logits for i in range(20)], dim=1)
     torch.testing.assert_close(logits[0], expected, atol=2e-5, rtol=0)
     torch.testing.assert_close(seen["halved"], in_eager_mode, atol=2e-5, rtol=0)
-    assert backend.regions == [regions]
+    assert backend.regions == [2]
 
 
 def test_inductor_agrees_with_the_dynamic_model():
