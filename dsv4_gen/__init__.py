@@ -23,6 +23,8 @@ __all__ = [
     "DeepseekV4StaticCache",
     "DeepseekV4StaticForward",
     "compile_forward",
+    "export_generation",
+    "load_exported",
     "load_prompt_cache",
     "longest_context",
     "plan_cache_memory",
@@ -33,3 +35,12 @@ __all__ = [
 ]
 
 register()
+
+
+def __getattr__(name: str):
+    """`export_generation` and `load_exported` on first use: transformers' exporters are younger than all else here."""
+    if name in ("export_generation", "load_exported"):
+        from . import exporting
+
+        return getattr(exporting, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

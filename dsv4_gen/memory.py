@@ -110,7 +110,7 @@ def plan_cache_memory(
     # The cache itself, on the device that has shapes and no memory.
     cache.early_initialization(batch_size, 1, cache.layers[0].sizes.head_dim, dtype, torch.device("meta"))
     kinds = [kind_memory(kind, [layer for layer in cache.layers if layer.kind == kind]) for kind in (SLIDING, CSA, HCA)]
-    lengths = sum(tensor.nbytes for tensor in (cache.lengths, cache.high_water, cache.seq_length))
+    lengths = sum(counter.nbytes for counter in cache.counters().values())
     return CachePlan([kind for kind in kinds if kind.layers], lengths)
 
 

@@ -75,7 +75,7 @@ def test_each_layers_state_is_where_the_layer_runs_and_lengths_are_where_the_mod
         cache = DeepseekV4StaticCache(model.config, max_cache_len=64)
         assert_exact(step_by_step(model, cache=cache))
     assert devices(cache) == [{FIRST}, {FIRST}, {SECOND}, {SECOND}]
-    assert {counter.device for counter in (cache.lengths, cache.high_water, cache.seq_length)} == {FIRST}
+    assert {counter.device for counter in cache.counters().values()} == {FIRST}
 
 
 @pytest.mark.parametrize("hooks", [True, False])

@@ -17,6 +17,9 @@
     DeepseekV4ForCausalLM._validate_generation_mode        lets drafts through that the static cache can take back
     DeepseekV4ForCausalLM._get_candidate_generator         keeps their number, gives an assistant a cache of its own
 
+    of exported programs, for any model (`static_cache_fixes/exported_runners.py`)
+    ExportedModel.to                                       lets OpenVINO programs run with the state they have inside
+
 A call without a static cache goes to upstream's method with the arguments as they came.
 """
 
@@ -25,8 +28,10 @@ from collections.abc import Callable
 from functools import wraps
 from types import MethodType
 
+from transformers.exporters import base as exporters
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as upstream
 
+from ..static_cache_fixes.exported_runners import runners_hook
 from .drafts import candidates_hook, validate_hook
 from .generate_hooks import compiled_call_hook, prefill_hook, prepare_cache_hook, prepare_inputs_hook
 from .model_hooks import attention_hook, causal_lm_hook, compressor_hook, experts_hook, model_hook
@@ -46,6 +51,8 @@ HOOKS = {
     (upstream.DeepseekV4ForCausalLM, "_validate_generation_mode"): validate_hook,
     (upstream.DeepseekV4ForCausalLM, "_get_candidate_generator"): candidates_hook,
 }
+if hasattr(exporters, "ExportedModel"):  # since transformers 5.23
+    HOOKS[exporters.ExportedModel, "to"] = runners_hook
 
 _replaced: dict[tuple[type, str], Callable | None] = {}
 

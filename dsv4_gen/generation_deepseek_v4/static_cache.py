@@ -17,6 +17,9 @@ LAYER_CLASSES = {
     for layer_class in (DeepseekV4SlidingStaticLayer, DeepseekV4HCAStaticLayer, DeepseekV4CSAStaticLayer)
 }
 
+# What a cache counts per row. A batch of its own each, which exporters tell state by.
+COUNTERS = ("lengths", "seq_length", "high_water")
+
 
 class DeepseekV4StaticCache(Cache):
     """A static cache for DeepSeek-V4: everything is allocated once, and a model that uses it compiles to one graph.
@@ -37,7 +40,7 @@ class DeepseekV4StaticCache(Cache):
 
     Attributes:
         lengths: `(batch,)`, tokens that each row holds, padding not counted. None before the first use.
-        seq_length: `()`, columns seen so far, padding counted: what `get_seq_length` returns.
+        seq_length: `(batch,)`, columns seen so far, padding counted and so the same in every row: `get_seq_length`.
         high_water: `(batch,)`, the most tokens that each row held since the reset, those taken back included; in a
             cache from a file `max_rollback` more, since what lies behind its tokens is not in the file.
         sizes: the `CacheSizes`, constants.
@@ -76,13 +79,16 @@ class DeepseekV4StaticCache(Cache):
     def allocate_lengths(self, batch_size: int, device: torch.device) -> None:
         """Allocate what is counted per row, if it is not yet."""
         if self.lengths is None:
-            self.lengths = static_zeros(batch_size, dtype=torch.long, device=device)
-            self.high_water = static_zeros(batch_size, dtype=torch.long, device=device)
-            self.seq_length = static_zeros(dtype=torch.long, device=device)
+            for counter in COUNTERS:
+                setattr(self, counter, static_zeros(batch_size, dtype=torch.long, device=device))
+
+    def counters(self) -> dict[str, Tensor]:
+        """What is counted per row, by name."""
+        return {counter: getattr(self, counter) for counter in COUNTERS}
 
     def tensors(self) -> dict[str, Tensor]:
         """All state by name, such as `lengths` or `layers.3.compressor.entries`; empty before the first use."""
-        tensors = {"lengths": self.lengths, "high_water": self.high_water, "seq_length": self.seq_length}
+        tensors = self.counters()
         for index, layer in enumerate(self.layers):
             tensors |= {f"layers.{index}.{name}": tensor for name, tensor in layer.tensors().items()}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
@@ -146,7 +152,7 @@ class DeepseekV4StaticCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns seen so far, padding counted, as `generate` slices its inputs by; see `lengths` for tokens."""
-        return 0 if self.seq_length is None else int(self.seq_length)
+        return 0 if self.seq_length is None else int(self.seq_length[0])
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens that a row can hold."""
@@ -183,7 +189,7 @@ class DeepseekV4StaticCache(Cache):
         """Forget all tokens, in place: the next request may come."""
         super().reset()
         if self.lengths is not None:
-            for counter in (self.lengths, self.high_water, self.seq_length):
+            for counter in self.counters().values():
                 counter.zero_()
         self.host = HostCount()
 
@@ -218,7 +224,7 @@ class DeepseekV4StaticCache(Cache):
         """Let row `i` take the state of row `beam_idx[i]`, in place (beam search)."""
         super().reorder_cache(beam_idx)
         if self.lengths is not None:
-            for counter in (self.lengths, self.high_water):
+            for counter in self.counters().values():
                 counter.copy_(counter.index_select(0, beam_idx.to(counter.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -233,5 +239,5 @@ class DeepseekV4StaticCache(Cache):
         super().batch_select_indices(indices)
         if self.lengths is not None:
             indices = indices.to(self.lengths.device)
-            self.lengths = mark_static(self.lengths[indices])
-            self.high_water = mark_static(self.high_water[indices])
+            for name, counter in self.counters().items():
+                setattr(self, name, mark_static(counter[indices]))
