@@ -13,6 +13,8 @@ import torch
 from exported_elsewhere import converse
 from test_exact import TOLERANCE
 from tiny import CSA, HCA, random_ids, tiny_model
+from torch.utils._pytree import tree_structure, treespec_dumps, treespec_loads
+from transformers import GenerationConfig, exporters
 
 from dsv4_gen import DeepseekV4StaticCache, export_generation, load_exported
 
@@ -86,3 +88,77 @@ def test_a_truncated_program_is_refused(format, tmp_path):
     os.truncate(largest, largest.stat().st_size // 2)
     with pytest.raises(ValueError, match="truncated, damaged or of another format"):
         load_exported(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("pt2")
+def test_a_cache_that_does_not_fit_the_programs_is_refused():
+    exported = load_exported(exported_folder("pt2"))
+    ids = random_ids(ROWS, 4)
+    other_dtype = DeepseekV4StaticCache(MODEL.config, CAPACITY)
+    other_dtype.early_initialization(ROWS, 1, MODEL.config.head_dim, torch.bfloat16, "cpu")
+    for cache, difference in [
+        (DeepseekV4StaticCache(MODEL.config, CAPACITY + 1), "another `max_cache_len`: 160, but this one has 161"),
+        (DeepseekV4StaticCache(MODEL.config, CAPACITY, max_rollback=3), "another `max_rollback`"),
+        (DeepseekV4StaticCache(tiny_model(layer_types=[CSA, HCA]).config, CAPACITY), "another `layer_types`"),
+        (other_dtype, "another dtype: torch.float32, but this one has torch.bfloat16"),
+    ]:
+        with pytest.raises(ValueError, match=difference):
+            exported(ids, cache=cache)
+    with pytest.raises(ValueError, match="holds 2 rows, but the call has 1"):
+        exported.generate(ids[:1], max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_cache_len=160"):
+        exported.generate(ids, max_new_tokens=CAPACITY)
+    with pytest.raises(ValueError, match="cannot verify drafts"):
+        exported.generate(ids, max_new_tokens=4, prompt_lookup_num_tokens=3)
+
+
+def test_what_cannot_be_exported_or_loaded_is_refused(tmp_path, monkeypatch):
+    sizes = {"format": "onnx", "max_cache_len": 32}
+    for changes, message in [
+        ({"format": "tflite"}, "must be one of onnx, openvino, pt2, aoti, got 'tflite'"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            export_generation(MODEL, tmp_path, **sizes | changes)
+    with pytest.raises(ValueError, match=r"call `model.float\(\)`"):
+        export_generation(tiny_model(dtype=torch.bfloat16, layer_types=[CSA]), tmp_path, **sizes)
+    MODEL.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is not a folder of `export_generation`"):
+        load_exported(tmp_path)
+    monkeypatch.setattr("dsv4_gen.exporting.formats.find_spec", lambda package: None)
+    with pytest.raises(ImportError, match=r"onnx, onnxscript, onnxruntime: `pip install dsv4_gen\[onnx\]`"):
+        export_generation(MODEL, tmp_path, **sizes)
+
+
+def test_what_a_cache_is_made_for_can_be_written_down_and_read_again():
+    cache = DeepseekV4StaticCache(MODEL.config, CAPACITY, max_rollback=3)
+    cache.early_initialization(ROWS, 1, MODEL.config.head_dim, torch.float32, "cpu")
+    tree = tree_structure(cache)
+    assert treespec_loads(treespec_dumps(tree)) == tree
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Dynamo", "Onnx", "OpenVINO"])
+def test_upstreams_own_exporters_export_load_and_run(kind, tmp_path):
+    model, ids = tiny_model(layer_types=[CSA]), random_ids(1, 9)
+    settings = GenerationConfig(cache_implementation="static", max_cache_len=64, do_sample=False, eos_token_id=None)
+    exporter, config = getattr(exporters, f"{kind}Exporter"), getattr(exporters, f"{kind}Config")(dynamic=False)
+    exported = exporter().export_for_generation(model, {"input_ids": ids}, config, generation_config=settings)
+    exported.save_pretrained(tmp_path)
+    # OpenVINO computes in bfloat16 where the CPU can, if it is not told.
+    precision = {"config": {"INFERENCE_PRECISION_HINT": "f32"}} if kind == "OpenVINO" else {}
+    runners = exporters.ExportedModel.from_pretrained(tmp_path, trust_remote_code=True, **precision).runners
+
+    mine, theirs = (DeepseekV4StaticCache(model.config, max_cache_len=64) for _ in range(2))
+    theirs.early_initialization(1, 1, model.config.head_dim, torch.float32, "cpu")
+    for step in range(40):
+        mask = torch.ones_like(ids).bool()
+        output = runners["prefill" if step == 0 else "decode"](input_ids=ids, cache=theirs, token_mask=mask)
+        logits, theirs = output.logits[:, -1:], output.cache
+        with torch.no_grad():
+            wanted = model(input_ids=ids, cache=mine, logits_to_keep=1).logits
+        torch.testing.assert_close(logits, wanted, atol=TOLERANCE, rtol=0)
+        for name, tensor in mine.counters().items():
+            assert torch.equal(theirs.counters()[name], tensor)
+        ids = logits.argmax(-1)
