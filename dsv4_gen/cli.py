@@ -6,11 +6,11 @@ from math import prod
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config
+from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config, DeepseekV4ForCausalLM
 
 from .benchmark import speed
 from .benchmark.random_model import demo_config, random_model
-from .demo import describe, random_prompts, run_demo
+from .demo import describe, progress_bar, random_prompts, run_demo
 from .generation_deepseek_v4.sizes import SHORT_NAMES
 from .memory import PUBLIC_MODELS, longest_context, plan_cache_memory, public_config
 from .processes import load_model, one_voice, share
@@ -21,6 +21,14 @@ from .tables import print_table
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNITS = {"B": 1} | {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
 UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
+ROUNDING = (
+    "A compiled graph rounds {} in other places than eager mode: texts part where the best two tokens are closer "
+    "than that."
+)
+EXPORT = (
+    "Export a prefill chunk and a decode step, two programs that serve every prompt, and see that they give the "
+    "model's tokens. In Python: `export_generation`, `load_exported`."
+)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -45,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
     _add_plan(commands)
     _add_cache_info(commands)
+    _add_export(commands)
     _add_bench(commands)
     return top
 
@@ -65,6 +74,20 @@ def _add_cache_info(commands) -> None:
     cache_info = commands.add_parser("cache-info", help="the header of a prompt cache", description="Print the header.")
     cache_info.add_argument("file", type=Path, metavar="FILE", help="what `save_prompt_cache` wrote")
     cache_info.set_defaults(run=_cache_info, usage_error=cache_info.error)
+
+
+def _add_export(commands) -> None:
+    export = commands.add_parser("export", help="programs that run without the model", description=EXPORT)
+    export.add_argument(
+        "--model", type=Path, default=argparse.SUPPRESS, metavar="PATH", help="a checkpoint folder (default: random)"
+    )
+    export.add_argument("--dtype", choices=DTYPES, default=argparse.SUPPRESS, help="default: what the checkpoint has")
+    export.add_argument("--format", choices=("onnx", "openvino", "pt2", "aoti"), required=True)
+    export.add_argument("--max-cache-len", type=int, required=True, metavar="N", help="tokens that a row can hold")
+    export.add_argument("--batch", type=int, default=1, metavar="N", help="rows (default: 1)")
+    export.add_argument("--chunk", type=int, default=64, metavar="N", help="columns of a prefill chunk (default: 64)")
+    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to write")
+    export.set_defaults(run=_export, usage_error=export.error)
 
 
 def _add_bench(commands) -> None:
@@ -105,17 +128,10 @@ def _bench(arguments: argparse.Namespace) -> None:
 def _demo(arguments: argparse.Namespace) -> None:
     if arguments.max_new_tokens < 4:
         arguments.usage_error("--max-new-tokens must be at least 4")
-    tokenizer = None
-    if arguments.model is None:
-        if arguments.prompt:
-            arguments.usage_error("--prompt needs a tokenizer: give a checkpoint folder with --model")
-        model = share(random_model(demo_config(), dtype=DTYPES[arguments.dtype or "float32"]))
-    else:
-        if not (arguments.model / "config.json").is_file():
-            arguments.usage_error(f"{arguments.model} is not a checkpoint folder: it has no config.json")
-        model = load_model(arguments.model, DTYPES.get(arguments.dtype, "auto"))
-        if arguments.prompt:
-            tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    if arguments.prompt and arguments.model is None:
+        arguments.usage_error("--prompt needs a tokenizer: give a checkpoint folder with --model")
+    model = _model(arguments)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model) if arguments.prompt else None
     if tokenizer is None:
         prompts = random_prompts(model.config.vocab_size)
     else:
@@ -126,13 +142,47 @@ def _demo(arguments: argparse.Namespace) -> None:
     tokens = [row.pop("tokens") for row in rows]
     print_table(rows)
     if any(row["same tokens, eager"] and not row["same tokens"] for row in rows):
-        print(
-            f"A compiled graph rounds {model.dtype} in other places than eager mode. Texts part where the best two "
-            "tokens are closer than that: compare eager with eager, or use float32."
-        )
+        print(ROUNDING.format(model.dtype) + " Compare eager with eager, or use float32.")
     if tokenizer is not None:
         for text in tokenizer.batch_decode([row[0] for row in tokens]):
             print(f"\n{text}")
+
+
+def _model(arguments: argparse.Namespace) -> DeepseekV4ForCausalLM:
+    if arguments.model is None:
+        return share(random_model(demo_config(), dtype=DTYPES[arguments.dtype or "float32"]))
+    if not (arguments.model / "config.json").is_file():
+        arguments.usage_error(f"{arguments.model} is not a checkpoint folder: it has no config.json")
+    return load_model(arguments.model, DTYPES.get(arguments.dtype, "auto"))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    try:
+        from .exporting.check import same_tokens
+        from .exporting.export import DECODE, PREFILL, export_programs, save_programs
+
+        model = _model(arguments)
+        programs = export_programs(model, arguments.format, arguments.max_cache_len, arguments.batch, arguments.chunk)
+        components = {}
+        for program in (PREFILL, DECODE):
+            with progress_bar(f"exporting the {program} program to {arguments.format}"):
+                components |= [next(programs)]
+        save_programs(model, arguments.out, arguments.format, components)
+    except (ImportError, ValueError) as error:
+        arguments.usage_error(str(error))
+
+    print(describe(model))
+    files = sorted(file for file in arguments.out.iterdir() if file.is_file())
+    print_table([{"file": file.name, "size": format_bytes(file.stat().st_size)} for file in files])
+    plan = plan_cache_memory(model.config, arguments.max_cache_len, batch_size=arguments.batch, dtype=model.dtype)
+    print(f"State, allocated when the programs are loaded: {format_bytes(plan.total)}.")
+    with progress_bar("running the programs beside the model"):
+        same = same_tokens(model, arguments.out)
+    print(f"The programs give {'the tokens' if same else 'OTHER TOKENS than those'} of the model in eager mode.")
+    if not same and model.dtype == torch.float32:
+        raise SystemExit(1)
+    if not same:
+        print(ROUNDING.format(model.dtype))
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ filled up on the left, padding takes no room. Read in this order:
     export             from a model to a folder
     programs           a program at work on the state of a cache
     exported_model     from a folder to `generate`
+    check              whether the two agree
 """
 
 from transformers.exporters import base as exporters
