@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_structure, treespec_dumps, treespec_loads
 from transformers import GenerationConfig, exporters
 
 from dsv4_gen import DeepseekV4StaticCache, export_generation, load_exported
+from dsv4_gen.cli import main
+from dsv4_gen.exporting.check import same_tokens
 
 MODEL = tiny_model(layer_types=[HCA, CSA])
 CAPACITY, ROWS, CHUNK = 160, 2, 8
@@ -162,3 +164,27 @@ def test_upstreams_own_exporters_export_load_and_run(kind, tmp_path):
         for name, tensor in mine.counters().items():
             assert torch.equal(theirs.counters()[name], tensor)
         ids = logits.argmax(-1)
+
+
+@pytest.mark.slow
+def test_the_command_exports_prints_sizes_and_compares_the_tokens(tmp_path, capsys, monkeypatch):
+    MODEL.save_pretrained(tmp_path / "model")
+    command = ["export", "--model", str(tmp_path / "model"), "--format", "pt2", "--max-cache-len", "16"]
+    command += ["--batch", "2", "--chunk", "4", "--out", str(tmp_path / "out")]
+    main(command)
+    assert load_exported(tmp_path / "out").batch_size == 2
+    lines = capsys.readouterr().out
+    assert "MiB" in lines and "give the tokens of the model" in lines
+    monkeypatch.setattr("dsv4_gen.exporting.check.load_exported", lambda folder: other_weights(tmp_path / "out"))
+    assert not same_tokens(MODEL, tmp_path / "out")
+    with pytest.raises(SystemExit):
+        main([*command[:-6], "--batch", "0", *command[-4:]])
+    assert "`batch_size` must be at least 1, got 0" in capsys.readouterr().err
+
+
+def other_weights(folder):
+    """The programs of a folder, whose tokens are all one further than they were."""
+    exported = load_exported(folder)
+    for name, program in exported.programs.items():
+        exported.programs[name] = lambda *call, program=program: program(*call).roll(1, dims=-1)
+    return exported
