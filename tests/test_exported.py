@@ -175,14 +175,14 @@ def test_the_command_exports_prints_sizes_and_compares_the_tokens(tmp_path, caps
     assert load_exported(tmp_path / "out").batch_size == 2
     lines = capsys.readouterr().out
     assert "MiB" in lines and "give the tokens of the model" in lines
-    monkeypatch.setattr("dsv4_gen.exporting.check.load_exported", lambda folder: other_weights(tmp_path / "out"))
+    monkeypatch.setattr("dsv4_gen.exporting.check.load_exported", with_other_tokens)
     assert not same_tokens(MODEL, tmp_path / "out")
     with pytest.raises(SystemExit):
         main([*command[:-6], "--batch", "0", *command[-4:]])
     assert "`batch_size` must be at least 1, got 0" in capsys.readouterr().err
 
 
-def other_weights(folder):
+def with_other_tokens(folder):
     """The programs of a folder, whose tokens are all one further than they were."""
     exported = load_exported(folder)
     for name, program in exported.programs.items():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..conventions import is_traced, same_strides
 from .devices import allocate, check_devices, counting_device
-from .positions import place
+from .positions import count_true, place
 from .static_cache import DeepseekV4StaticCache
 
 
@@ -115,7 +115,7 @@ def check_positions(cache: DeepseekV4StaticCache, token_mask: Tensor, position_i
 def count_tokens(cache: DeepseekV4StaticCache, token_mask: Tensor, has_padding: bool) -> None:
     """Count a call's tokens on the host, having asked the device where there might be no room for them."""
     seq = token_mask.shape[1]
-    new_tokens = int(token_mask.long().sum(dim=1).max()) if has_padding and seq > 1 else seq
+    new_tokens = int(count_true(token_mask).max()) if has_padding and seq > 1 else seq
     if cache.host.longest is None or cache.host.longest + new_tokens > cache.max_cache_len:
         check_room(cache, token_mask)
         cache.host.longest = int(held(cache, token_mask).max())
@@ -125,7 +125,7 @@ def count_tokens(cache: DeepseekV4StaticCache, token_mask: Tensor, has_padding: 
 def check_room(cache: DeepseekV4StaticCache, token_mask: Tensor, new_tokens: int = 0) -> None:
     """Raise `ValueError` if a call's tokens and `new_tokens` after them do not fit in every row."""
     lengths = held(cache, token_mask)
-    needed = int((lengths + token_mask.long().sum(dim=1)).max()) + new_tokens
+    needed = int((lengths + count_true(token_mask)).max()) + new_tokens
     if needed > cache.max_cache_len:
         answer = f" and the {new_tokens} tokens after it need" if new_tokens else " needs"
         fewer = ", fewer new tokens" if new_tokens else ""

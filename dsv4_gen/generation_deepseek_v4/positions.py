@@ -4,6 +4,8 @@ A token at position `p` of its row has one fixed place in every buffer, wherever
 step, second turn): slot `p % size` of a ring, entry `p // rate` of a compressor. So no buffer is ever shifted, no
 counter decides where to write, and what a query sees follows from positions alone.
 
+Masks are made int64 before they are summed: not every compiler widens a sum of bools by itself (XLA does not).
+
 Position -1 stands for "no token": padding, or a token past the capacity. Used as an index it is the last slot of a
 buffer, and every buffer has one slot to spare there, which nothing reads.
 """
@@ -40,10 +42,14 @@ def place(lengths: Tensor, token_mask: Tensor, capacity: int) -> Chunk:
         >>> place(torch.tensor([5]), torch.tensor([[False, True, True]]), capacity=8).positions
         tensor([[-1,  5,  6]])
     """
-    # In int64 from the start: not every compiler widens a sum of bools by itself (XLA does not).
     positions = lengths[:, None] + token_mask.long().cumsum(dim=1) - 1
     kept = token_mask & (positions < capacity)
-    return Chunk(lengths.clone(), (~token_mask).long().sum(dim=1), torch.where(kept, positions, -1))
+    return Chunk(lengths.clone(), count_true(~token_mask), torch.where(kept, positions, -1))
+
+
+def count_true(mask: Tensor) -> Tensor:
+    """`(batch,)` int64, the True columns of each row of a `(batch, seq)` bool mask."""
+    return mask.long().sum(dim=1)
 
 
 def last_positions(chunk: Chunk) -> Tensor:

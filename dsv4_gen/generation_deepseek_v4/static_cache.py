@@ -10,6 +10,7 @@ from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4
 from .buffers import mark_static, static_zeros
 from .cache_layers import DeepseekV4CSAStaticLayer, DeepseekV4HCAStaticLayer, DeepseekV4SlidingStaticLayer
 from .host_count import HostCount
+from .positions import count_true
 from .sizes import SHORT_NAMES, STATE_FIELDS, cache_sizes, deepseek_v4_config
 
 LAYER_CLASSES = {
@@ -99,7 +100,7 @@ class DeepseekV4StaticCache(Cache):
         Args:
             token_mask: `(batch, seq)` bool, False for padding.
         """
-        self.lengths.add_(token_mask.long().sum(dim=1))
+        self.lengths.add_(count_true(token_mask))
         self.high_water.copy_(torch.maximum(self.high_water, self.lengths))
         self.seq_length.add_(token_mask.shape[1])
 
