@@ -28,9 +28,5 @@ if __name__ == "__main__":
     cache.reset()
     answers += converse(exported, second, cache)
     stayed = all(mine is tensor for mine, tensor in zip(cache.tensors().values(), tensors))
-    copied = {
-        name: program.bound[cache][0].bytes_copied
-        for name, program in exported.programs.items()
-        if hasattr(program, "bound")
-    }
+    copied = {name: program.bytes_copied(cache) for name, program in exported.programs.items()}
     torch.save((answers, stayed, copied), wanted)

@@ -9,6 +9,7 @@ capacity  a compiled step of 2,048 tokens in a cache for 4,096 and in one for 26
 prefill   prompts at once and in compiled chunks
 compile   seconds to compile a step, by depth
 graphs    graphs compiled over twelve steps
+exported  a step of the first context in each format whose packages are there, and the state that it copies
 bytes     of the cache, by context
 
 A context is filled by writing random state, not by prefilling it. Contenders take turns, warmed up; tables have
@@ -19,7 +20,10 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import torch
@@ -196,6 +200,31 @@ def graphs(steps: int = 12) -> Iterator[dict]:
         yield {"cache": title, "steps": steps, "graphs": count, "then": then}
 
 
+def exported(context: int, layers: int) -> Iterator[dict]:
+    # Not at the top: transformers before 5.23 cannot import them.
+    from ..exporting import export_generation, load_exported
+    from ..exporting.export import DECODE
+    from ..exporting.formats import FORMATS, missing_packages
+
+    torch._dynamo.reset()
+    model, token = random_model(benchmark_config(layers)), tokens()
+    steps, copied = decode_steps(model, context, batch_size=1), {}
+    with TemporaryDirectory() as folder:
+        for format in FORMATS:
+            if missing_packages(format):
+                continue
+            export_generation(model, Path(folder) / format, format=format, max_cache_len=context + ROOM)
+            program, cache = load_exported(Path(folder) / format), filled_static_cache(model, context)
+            steps[format] = partial(program, token, cache=cache)
+            steps[format]()
+            copied[format] = program.programs[DECODE].bytes_copied(cache)
+        seconds = interleaved_seconds(steps)
+    for title, values in seconds.items():
+        row = {"context": context, "step": title} | milliseconds({"median": values}, quartiles_of="median")
+        row["times faster than static, eager"] = median(seconds["static, eager"]) / median(values)
+        yield row | {"state copied, bytes": copied.get(title, 0)}
+
+
 def cache_bytes(contexts: list[int], dtypes: list[torch.dtype], batches: list[int], layers: int) -> Iterator[dict]:
     config = benchmark_config(layers)
     for dtype in dtypes:
@@ -209,7 +238,7 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-SECTIONS = ("decode", "dense", "capacity", "prefill", "compile", "graphs", "bytes")
+SECTIONS = ("decode", "dense", "capacity", "prefill", "compile", "graphs", "exported", "bytes")
 
 
 @torch.inference_mode()
@@ -231,6 +260,7 @@ def run(
         "prefill": lambda: prefill(prompts, dtypes, layers),
         "compile": lambda: compile_time(depths, contexts[0]),
         "graphs": graphs,
+        "exported": lambda: exported(contexts[0], layers),
         "bytes": lambda: cache_bytes(contexts, dtypes, batches, layers),
     }
     output.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,8 @@ from transformers.exporters.exporter_dynamo import DynamoExporter
 from transformers.exporters.metadata import ExportMetadata
 from transformers.exporters.runners.base import ModelRunner
 
+from ..generation_deepseek_v4.few_rows import FewRowProducts
+
 AOTI = "aoti"
 
 
@@ -31,7 +33,8 @@ class AotiExporter(DynamoExporter):
 
     def export_program(self, model, sample_inputs, config) -> tuple[str, ExportMetadata]:
         program, metadata = super().export_program(model, sample_inputs, config)
-        return aoti_compile_and_package(program), metadata
+        settings = {"post_grad_custom_pre_pass": FewRowProducts()}
+        return aoti_compile_and_package(program, inductor_configs=settings), metadata
 
     @classmethod
     def save_program(cls, program: str, path: str | Path) -> None:

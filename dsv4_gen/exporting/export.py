@@ -11,6 +11,7 @@ from transformers.exporters.utils import get_leaf_tensors
 
 from ..conventions import CACHE_NAME
 from ..generation_deepseek_v4.devices import allocate, first_device, why_eager
+from ..generation_deepseek_v4.experts import experts_in_place
 from ..generation_deepseek_v4.static_cache import DeepseekV4StaticCache
 from .formats import Format, find_format
 
@@ -68,7 +69,8 @@ def export_programs(
             "token_mask": torch.ones(batch_size, columns, dtype=torch.bool, device=device),
             "logits_to_keep": 1,
         }
-        component = exporter.export(model, inputs, target.config).components["model"]
+        with experts_in_place(model, tokens=batch_size * columns):
+            component = exporter.export(model, inputs, target.config).components["model"]
         if format == "openvino":
             fix_shapes(component, inputs)
         yield name, component

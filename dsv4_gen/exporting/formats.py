@@ -56,7 +56,11 @@ def find_format(name: str) -> Format:
     """
     if name not in FORMATS:
         raise ValueError(f"`format` must be one of {', '.join(FORMATS)}, got {name!r}.")
-    missing = [package for package in FORMATS[name].needs if find_spec(package) is None]
-    if missing:
+    if missing := missing_packages(name):
         raise ImportError(f"The format {name!r} needs {', '.join(missing)}: `pip install dsv4_gen[{name}]`.")
     return FORMATS[name]
+
+
+def missing_packages(name: str) -> list[str]:
+    """What a format needs and is not installed."""
+    return [package for package in FORMATS[name].needs if find_spec(package) is None]

@@ -39,6 +39,10 @@ class TorchProgram:
         """
         return self.runner(input_ids=input_ids, token_mask=token_mask, **{CACHE_NAME: cache}).logits
 
+    def bytes_copied(self, cache: DeepseekV4StaticCache) -> int:
+        """Bytes of state that a run over `cache` copies: it writes in place."""
+        return 0
+
 
 class Buffers:
     """What a program reads and writes for one cache, by the names that the program has for it.
@@ -57,11 +61,6 @@ class Buffers:
         self.outputs = {"logits": torch.empty(cache.batch_size, 1, vocab_size, dtype=cache.dtype)}
         self.outputs |= {OUTPUT + name: beside.get(name, tensor) for name, tensor in self.state.items()}
         self.copied_back = [(self.state[name], tensor) for name, tensor in beside.items()]
-
-    @property
-    def bytes_copied(self) -> int:
-        """Bytes of state that a run copies."""
-        return sum(tensor.nbytes for tensor, _ in self.copied_back)
 
 
 class BufferedProgram:
@@ -86,6 +85,11 @@ class BufferedProgram:
         for state, beside in buffers.copied_back:
             state.copy_(beside)
         return buffers.outputs["logits"].clone()
+
+    def bytes_copied(self, cache: DeepseekV4StaticCache) -> int:
+        """Bytes of state that a run over `cache` copies, once there was one."""
+        buffers, _ = self.bound[cache]
+        return sum(tensor.nbytes for tensor, _ in buffers.copied_back)
 
 
 class OnnxProgram(BufferedProgram):
