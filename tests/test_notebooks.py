@@ -23,7 +23,7 @@ def without_pictures(output):
 
 
 def test_there_are_notebooks():
-    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03"]
+    assert [path.name[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04"]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
